@@ -1,0 +1,52 @@
+"""Data-parallel training for PyTorch, on one device or many, with torch's own names.
+
+Names are loaded when they are first used, so ``import paceline`` costs nothing, imports no torch, and changes no
+environment, logging or random state.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline import errors
+    from paceline.data import DataLoader, DistributedSampler, gather
+    from paceline.parallel import DistributedDataParallel
+    from paceline.world import World, init, shutdown
+
+_HOME_OF = {
+    "DataLoader": "paceline.data",
+    "DistributedDataParallel": "paceline.parallel",
+    "DistributedSampler": "paceline.data",
+    "World": "paceline.world",
+    "gather": "paceline.data",
+    "init": "paceline.world",
+    "shutdown": "paceline.world",
+}
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DataLoader",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "World",
+    "errors",
+    "gather",
+    "init",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME_OF:
+        value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    elif name in ("data", "errors", "parallel", "plan"):
+        value = importlib.import_module(f"paceline.{name}")
+    else:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

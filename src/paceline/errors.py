@@ -1,0 +1,61 @@
+"""Every exception that paceline raises, so that a caller can tell causes apart without reading messages.
+
+    PacelineError
+    ├── EnvironmentVariableError  ValueError    a launcher's variable is missing, is no number or contradicts another
+    ├── WorldError                RuntimeError  init, shutdown or use of a world out of order
+    ├── RendezvousError           TimeoutError  the ranks did not meet before the deadline
+    ├── BarrierTimeoutError       TimeoutError  ranks did not reach a barrier before the deadline
+    ├── PeerError                 RuntimeError  another rank failed or died while this one waited for it
+    ├── PlanError                 ValueError    a plan was asked for that cannot be made
+    ├── ReplicaMismatchError      RuntimeError  the ranks built, froze or replaced parameters differently
+    ├── ReductionError            RuntimeError  gradients could not be averaged
+    ├── DataError                 ValueError    a sampler, loader or gather was given what does not fit together
+    └── LaunchError               RuntimeError  the ranks could not be started
+
+Each also subclasses the built-in error that torch raises in the same place, so ``except RuntimeError`` in an old
+script still catches it. A message says what was expected, what came, on which rank, and what to do next.
+"""
+
+
+class PacelineError(Exception):
+    """The root: catches everything that paceline raises on its own account."""
+
+
+class EnvironmentVariableError(PacelineError, ValueError):
+    """A launcher's environment variable is missing, is not a number, or contradicts another one."""
+
+
+class WorldError(PacelineError, RuntimeError):
+    """``init``, ``shutdown`` or the use of a world came out of order, or asked for what this machine lacks."""
+
+
+class RendezvousError(PacelineError, TimeoutError):
+    """The ranks did not all meet before the deadline."""
+
+
+class BarrierTimeoutError(PacelineError, TimeoutError):
+    """Some ranks did not reach a barrier before the deadline; the message names them."""
+
+
+class PeerError(PacelineError, RuntimeError):
+    """Another rank failed or died while this one waited for it; the message names it and gives its traceback."""
+
+
+class PlanError(PacelineError, ValueError):
+    """A plan was asked for that cannot be made."""
+
+
+class ReplicaMismatchError(PacelineError, RuntimeError):
+    """The ranks built, froze or replaced parameters differently; the message names the first difference."""
+
+
+class ReductionError(PacelineError, RuntimeError):
+    """The gradients of a step could not be averaged over the ranks."""
+
+
+class DataError(PacelineError, ValueError):
+    """A sampler, a loader or a gather was given arguments that do not fit together."""
+
+
+class LaunchError(PacelineError, RuntimeError):
+    """The launcher could not start the ranks."""
