@@ -1,0 +1,95 @@
+"""Do all ranks hold the same parameters? Compared by name, told by name.
+
+The invariant: after ``agree`` returns, parameter number i has one name, shape and dtype on every rank; where it
+raises, it raises on every rank, with the same first difference.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ReplicaMismatchError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What the ranks must agree on about one parameter or buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    stride: tuple[int, ...]  # the first rank's counts for all: only memory's order depends on it
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> "Spec":
+        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
+        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, stride)
+
+
+def agree(specs: Sequence[Spec], group: dist.ProcessGroup, extra: Any = None) -> tuple[list[Spec], list[Any]]:
+    """Compare ``specs`` across the ranks of ``group``, and pass ``extra`` around.
+
+    Returns:
+        The first rank's specs, whose order counts for all ranks; and every rank's ``extra``.
+    Raises:
+        ReplicaMismatchError: on every rank, naming the first difference and both ranks.
+    """
+    digest = hashlib.blake2b(repr(specs).encode(), digest_size=16).digest()
+    told = all_gather_object((digest, extra), group)
+    extras = [theirs for _, theirs in told]
+    if len({theirs for theirs, _ in told}) == 1:
+        return list(specs), extras
+    everyones = all_gather_object(list(specs), group)
+    ranks = dist.get_process_group_ranks(group)
+    for rank, theirs in zip(ranks[1:], everyones[1:], strict=True):
+        check_same(everyones[0], theirs, ranks[0], rank)
+    return everyones[0], extras
+
+
+def check_same(ours: Sequence[Spec], theirs: Sequence[Spec], our_rank: int, their_rank: int) -> None:
+    """Raise where two ranks' specs differ in more than order and strides."""
+    by_name = {spec.name: spec for spec in theirs}
+    for spec in ours:
+        other = by_name.pop(spec.name, None)
+        if other is None:
+            _raise(
+                f"rank {our_rank} has {spec.name!r}, of shape {spec.shape}, and rank {their_rank} has not",
+                len(ours),
+                len(theirs),
+            )
+        for what, mine, its in (
+            ("the shape", spec.shape, other.shape),
+            ("the dtype", spec.dtype, other.dtype),
+            ("requires_grad", spec.requires_grad, other.requires_grad),
+        ):
+            if mine != its:
+                _raise(
+                    f"{what} of {spec.name!r} is {mine} on rank {our_rank} and {its} on rank {their_rank}",
+                    len(ours),
+                    len(theirs),
+                )
+    for name, other in by_name.items():
+        _raise(
+            f"rank {their_rank} has {name!r}, of shape {other.shape}, and rank {our_rank} has not",
+            len(ours),
+            len(theirs),
+        )
+
+
+def all_gather_object(item: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's ``item``, in the group's order of ranks."""
+    items: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(items, item, group=group)
+    return items
+
+
+def _raise(difference: str, num_ours: int, num_theirs: int) -> None:
+    counts = f" ({num_ours} and {num_theirs} parameters and buffers)" if num_ours != num_theirs else ""
+    raise ReplicaMismatchError(
+        f"the ranks' models differ: {difference}{counts}. Build, freeze and replace parameters alike on every rank."
+    )

@@ -1,0 +1,80 @@
+"""The process groups over which a reducer talks.
+
+[Note: a group of its own] A bucket starts when its gradients have arrived, which may be earlier on one rank than on
+another, while the model's own collectives (those of SyncBatchNorm, say) come in between. c10d pairs collectives by
+their order within a group. So that no two ranks ever pair a bucket with something else, a reducer of CPU tensors has
+a group to itself. On GPUs two NCCL communicators at once may deadlock, so gradients use the caller's group there, as
+torch's do, and only the control message, which is read by the host, gets a Gloo group of its own: reading it never
+waits for a CUDA stream.
+
+A group cannot be closed by one rank while another still listens to it, and garbage is collected on each rank in its
+own time. So a wrapper that is gone only retires its group; the next wrapper takes one that *all* ranks have retired.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Groups whose reducer is gone, by the group they belong to and their own name.
+_retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Channels:
+    """Where gradients and where control messages travel."""
+
+    gradients: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+def retired_names(parent: dist.ProcessGroup) -> list[str]:
+    """The names of the groups that this rank could use again."""
+    return sorted(_retired.get(parent, {}))
+
+
+def open_channels(
+    parent: dist.ProcessGroup, device_type: str, offers: Sequence[Sequence[str]], owner: object
+) -> Channels:
+    """A collective call of all ranks in ``parent``.
+
+    Args:
+        offers: each rank's ``retired_names``.
+        owner: the channels are retired when it is gone.
+    """
+    common = set(offers[0]).intersection(*offers[1:])
+    if common:
+        group = _retired[parent].pop(min(common))
+    else:
+        ranks = dist.get_process_group_ranks(parent)
+        backend = _cpu_backend(parent)
+        group = dist.new_group(ranks, timeout=_timeout(parent), backend=backend, use_local_synchronization=True)
+    weakref.finalize(owner, _retire, weakref.ref(parent), group)
+    return Channels(group if device_type == "cpu" else parent, group)
+
+
+def _retire(parent: "weakref.ref[dist.ProcessGroup]", group: dist.ProcessGroup) -> None:
+    owner = parent()
+    if owner is not None:
+        _retired.setdefault(owner, {})[group.group_name] = group
+
+
+def _cpu_backend(parent: dist.ProcessGroup) -> str:
+    """The backend that ``parent`` has for CPU tensors; Gloo where it has none."""
+    try:
+        return str(parent._get_backend(torch.device("cpu")).name()).lower()
+    except RuntimeError:
+        return "gloo"
+
+
+def _timeout(parent: dist.ProcessGroup) -> timedelta | None:
+    for device in ("cpu", "cuda"):
+        try:
+            options = parent._get_backend(torch.device(device)).options
+            return options._timeout  # type: ignore[no-any-return]
+        except (RuntimeError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,337 @@
+"""The reducer: averages gradients over the ranks while backward still computes others.
+
+One mode, always right. A *round* is one outermost backward:
+
+    hook of p fires     p's bucket counts down; full buckets are launched, in the plan's order    } overlap
+    outermost task ends the rest are launched: every rank launches every bucket exactly once      }
+                        a control message says which parameters anybody used, what came late, who changed its model
+                        late gradients are reduced once more; p.grad becomes the average
+
+The invariant: on every rank the same collectives run in the same order, whatever the ranks' graphs look like. Order
+depends only on the plan and on the control message, which are the same everywhere; a rank's own arrival times decide
+only *when* it launches. So no pattern of use can hang, and what the prediction missed is put right by reducing again.
+
+Averaging is idempotent and linear, which is why gradients that were accumulated before (under ``no_sync``, or by an
+earlier round) are simply part of what is averaged.
+"""
+
+import functools
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from paceline.errors import ReductionError, ReplicaMismatchError
+from paceline.parallel.agreement import all_gather_object
+from paceline.parallel.bucket import Bucket, Member, SparseBucket, layout_of
+from paceline.parallel.channels import Channels
+from paceline.parallel.control import Control, PendingControl
+from paceline.parallel.registry import Registry
+from paceline.plan import ParamSpec, plan_buckets
+
+_OUTSIDE_BACKWARD = -1
+
+
+class Reducer:
+    """Keeps the gradients of ``registry``'s parameters equal on all ranks."""
+
+    def __init__(self, registry: Registry, channels: Channels, *, cap_bytes: int, first_cap_bytes: int) -> None:
+        self.sync = True  # False within no_sync: gradients then stay local
+        self._registry = registry
+        self._channels = channels
+        self._world_size = dist.get_world_size(channels.gradients)
+        self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
+        self._round: _Round | None = None
+        self._failure = ""
+        self._arrival_known = False
+        self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
+        self._order = list(range(len(registry.params)))[::-1]
+        self._expected = [True] * len(registry.params)
+        self._replan()
+        self._hook_parameters()
+        registry.on_change = _weakly(self, Reducer._hook_parameters)
+        weakref.finalize(self, _remove_all, self._hooks)
+
+    # -- before and during backward ------------------------------------------------------------------------------
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Let the backward that starts from ``output`` own its round, so that tasks nested in it do not end it."""
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(self._before_backward)
+
+    def _before_backward(self, _: object) -> None:
+        if self.sync:
+            self.open_round()
+
+    def open_round(self) -> "_Round":
+        """The round in progress; opened by the first that asks within a backward.
+
+        [Note: the outermost task] Autograd runs callbacks at the end of the graph task in which they were queued, and
+        reentrant checkpointing nests tasks. The task that opens the round ends it. Where the model's forward was called,
+        a hook on its output opens it, in the outermost task. Where it was bypassed, the first gradient does; then a
+        nested task may be a round of its own, which is still right.
+        """
+        if self._round is not None and not self._round.is_abandoned():
+            return self._round
+        self._check_usable()
+        for bucket in self._buckets:
+            bucket.prepare(self._expected)
+        preexisting = {index for index, param in enumerate(self._registry.params) if param.grad is not None}
+        self._round = _Round(preexisting)
+        self._round.end_with(self._finish)
+        return self._round
+
+    def _arrived(self, param: Parameter) -> None:
+        """Runs whenever autograd has accumulated into ``param.grad``."""
+        if not self.sync:
+            return
+        current = self.open_round()
+        index = self._registry.index_of.get(param)
+        bucket = None if index is None else self._bucket_of[index]
+        if index is None or bucket is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
+            return
+        bucket.note_stream(param)
+        if bucket.launched or index in current.arrived:
+            return  # late, or once more: both are in param.grad, which is looked at later
+        current.arrived[index] = None
+        if self._expected[index]:
+            bucket.missing -= 1
+            if bucket.missing == 0:
+                self._launch_ready(current)
+
+    def _launch_ready(self, current: "_Round", everything: bool = False) -> None:
+        """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
+        while current.num_launched < len(self._buckets):
+            bucket = self._buckets[current.num_launched]
+            if bucket.missing > 0 and not everything:
+                return
+            current.num_launched += 1  # first: if the launch fails, the round is known to have begun
+            with torch.no_grad(), self._explained(bucket):
+                bucket.launch(self._channels.gradients, current.preexisting)
+
+    # -- at the end of backward ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        current, self._round = self._round, None
+        assert current is not None
+        self._failure = "the backward before this one failed while gradients were being averaged"
+        self._launch_ready(current, everything=True)
+        told = self._exchange(self._buckets)
+        self._complete(self._buckets, told)
+        self._settle(told, current)
+        self._failure = ""
+
+    def _exchange(self, buckets: Sequence[Bucket]) -> Control:
+        """Tell all ranks what this one has, and learn what they have. A collective call."""
+        changed = self._registry.notice_changes()
+        trainable = [param.requires_grad for param in self._registry.params]
+        # A frozen parameter may keep a gradient of earlier times: averaged as long as the plan has it, then left alone.
+        used = [
+            has and (trains or planned is not None)
+            for has, trains, planned in zip(self._has_gradient(buckets), trainable, self._bucket_of, strict=True)
+        ]
+        mine = Control(used, [bucket.is_late() for bucket in buckets], changed)
+        with self._explained(None):
+            told = PendingControl(mine, trainable, self._channels.control).result()
+        if not told.same_state and not told.changed:
+            self._explain_frozen(trainable)
+        return told
+
+    def _has_gradient(self, buckets: Sequence[Bucket]) -> list[bool]:
+        has = [param.grad is not None for param in self._registry.params]
+        for bucket in buckets:
+            for index in bucket.contributors:
+                has[index] = True
+        return has
+
+    def _complete(self, buckets: Sequence[Bucket], told: Control) -> None:
+        for bucket, late in zip(buckets, told.late, strict=True):
+            with self._explained(bucket):
+                bucket.wait()
+                if late:
+                    bucket.reduce_late(self._channels.gradients)
+            bucket.give(told.used)
+
+    def _settle(self, told: Control, current: "_Round") -> None:
+        """Bring the plan up to date, and reduce what the old one did not know."""
+        planned = {self._registry.params[index] for bucket in self._buckets for index in bucket.indices}
+        params_before = self._registry.params
+        if told.changed:
+            self._registry.agree_anew(self._channels.control)
+            self._expected = [True] * len(self._registry.params)
+            self._order = list(range(len(self._registry.params)))[::-1]
+            self._hook_parameters()
+            told = self._exchange([])
+        else:
+            self._expected = list(told.used)
+        trainable_now = tuple(param.requires_grad for param in self._registry.params)
+        unplanned = [
+            index
+            for index, param in enumerate(self._registry.params)
+            if told.used[index] and trainable_now[index] and param not in planned
+        ]
+        if unplanned:
+            buckets = self._make_buckets(unplanned)
+            for bucket in buckets:
+                with self._explained(bucket):
+                    bucket.launch(self._channels.gradients, current.preexisting)
+            self._complete(buckets, Control(told.used, [False] * len(buckets), changed=False))
+        if not self._arrival_known and self._registry.params is params_before:
+            self._learn_order(current)
+            self._replan()
+        elif trainable_now != self._planned_for or self._registry.params is not params_before:
+            self._replan()
+
+    # -- the plan ------------------------------------------------------------------------------------------------
+
+    def _replan(self) -> None:
+        """Plan buckets for the parameters that train now. The same on all ranks: so are order and flags."""
+        params = self._registry.params
+        self._planned_for = tuple(param.requires_grad for param in params)
+        self._buckets = self._make_buckets([index for index in self._order if params[index].requires_grad])
+        self._bucket_of: list[Bucket | None] = [None] * len(params)
+        for bucket in self._buckets:
+            for index in bucket.indices:
+                self._bucket_of[index] = bucket
+
+    def _make_buckets(self, indices: Sequence[int]) -> list[Bucket]:
+        registry = self._registry
+        specs = []
+        for index in indices:
+            param = registry.params[index]
+            kind, sparse = f"{param.dtype} {param.device}", index in registry.sparse
+            specs.append(ParamSpec(index, param.numel(), param.element_size(), kind, sparse))
+        buckets: list[Bucket] = []
+        for number, members_of in enumerate(plan_buckets(specs, **self._caps).buckets):
+            members = [
+                Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
+                for index in members_of
+            ]
+            make = SparseBucket if members[0].index in registry.sparse else Bucket
+            buckets.append(make(number, members, self._world_size))
+        return buckets
+
+    def _learn_order(self, current: "_Round") -> None:
+        """Once: order parameters as their gradients arrived on the first rank. A collective call."""
+        arrived = list(current.arrived)
+        rest = [index for index in self._order if index not in current.arrived]
+        order = torch.tensor(arrived + rest, dtype=torch.int64)
+        with self._explained(None):
+            dist.broadcast(order, group=self._channels.control, group_src=0)
+        self._order = order.tolist()
+        self._arrival_known = True
+
+    def _hook_parameters(self) -> None:
+        """Hook each parameter once, frozen ones too: a hook outlives freezing, so unfreezing is seen without a forward."""
+        for param in self._registry.present():
+            if param in self._hooks or not (param.is_floating_point() or param.is_complex()):
+                continue
+            frozen = not param.requires_grad
+            if frozen:
+                param.requires_grad_(True)  # torch refuses to hook a frozen tensor
+            self._hooks[param] = param.register_post_accumulate_grad_hook(_weakly(self, Reducer._arrived))
+            if frozen:
+                param.requires_grad_(False)
+
+    # -- errors --------------------------------------------------------------------------------------------------
+
+    def _check_usable(self) -> None:
+        if self._round is not None and self._round.num_launched == 0:
+            self._round = None  # a backward that failed before anything was sent: the other ranks wait for this one
+        if self._round is not None:
+            self._failure = "the backward before this one raised an error after part of its gradients had been sent"
+        if self._failure:
+            raise ReductionError(
+                f"rank {dist.get_rank()}: {self._failure}. The ranks no longer agree on what comes next: end them all and "
+                "start from a checkpoint. The first error names the cause."
+            )
+
+    def _explained(self, bucket: Bucket | None) -> "_Explained":
+        return _Explained(self._registry, bucket, self._world_size)
+
+    def _explain_frozen(self, trainable: Sequence[bool]) -> None:
+        """Raise on every rank, naming the first parameter that is frozen on some ranks only."""
+        everyones = all_gather_object(list(trainable), self._channels.control)
+        ranks = dist.get_process_group_ranks(self._channels.control)
+        for name, flags in zip(self._registry.names, zip(*everyones, strict=True), strict=True):
+            if len(set(flags)) > 1:
+                trains, frozen = ranks[flags.index(True)], ranks[flags.index(False)]
+                raise ReplicaMismatchError(
+                    f"{name!r} has requires_grad=True on rank {trains} and False on rank {frozen}. Freeze and unfreeze "
+                    "parameters on every rank alike."
+                )
+
+
+class _Round:
+    """One outermost backward."""
+
+    def __init__(self, preexisting: set[int]) -> None:
+        self.preexisting = preexisting
+        self.arrived: dict[int, None] = {}  # an ordered set
+        self.num_launched = 0
+
+    def end_with(self, finish: "functools.partial[None] | object") -> None:
+        """Call ``finish`` when the present graph task ends.
+
+        Autograd holds the only reference to the callback: if the task fails, the callback is gone.
+        """
+        callback = _Callback(finish)
+        self._callback = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def is_abandoned(self) -> bool:
+        """Whether the backward raised an error before its end."""
+        return self._callback() is None
+
+
+class _Callback:
+    def __init__(self, finish: object) -> None:
+        self._finish = finish
+
+    def __call__(self) -> None:
+        self._finish()  # type: ignore[operator]
+
+
+class _Explained:
+    """Turns c10d's error into one that says what was being averaged, and on which rank."""
+
+    def __init__(self, registry: Registry, bucket: Bucket | None, world_size: int) -> None:
+        self._registry, self._bucket, self._world_size = registry, bucket, world_size
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError) or isinstance(error, (ReductionError, ReplicaMismatchError)):
+            return
+        if self._bucket is None:
+            what = "the control message"
+        else:
+            names = [self._registry.names[index] for index in self._bucket.indices]
+            span = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
+            what = f"bucket {self._bucket.number} ({span}, {len(names)} parameters)"
+        raise ReductionError(
+            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another rank has "
+            f"ended or is stuck; its output says why. The backend reports: {error}"
+        ) from error
+
+
+def _weakly(owner: Reducer, method: "object") -> "functools.partial[None]":
+    """A bound method that does not keep ``owner`` alive, and does nothing once it is gone."""
+    return functools.partial(_call_if_alive, weakref.ref(owner), method)
+
+
+def _call_if_alive(owner: "weakref.ref[Reducer]", method: object, *args: object) -> None:
+    reducer = owner()
+    if reducer is not None:
+        method(reducer, *args)  # type: ignore[operator]
+
+
+def _remove_all(hooks: "dict[Parameter, torch.utils.hooks.RemovableHandle]") -> None:
+    for handle in hooks.values():
+        handle.remove()
+    hooks.clear()

@@ -1,0 +1,78 @@
+"""Which gradients travel together: the bucket rule.
+
+The invariant: every rank, given the same specs and the same order, makes the same plan; each parameter sits in exactly
+one bucket. To change the rule, change ``plan_buckets``: the reducer executes whatever plan it is given.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import PlanError
+
+FIRST_CAP_BYTES = 1 << 20
+CAP_BYTES = 25 << 20
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a plan needs to know of a parameter.
+
+    Attributes:
+        index: the parameter's number in the agreed order of all parameters.
+        numel: elements of its gradient.
+        itemsize: bytes of one element.
+        kind: parameters of one kind may share a bucket: same dtype, same device.
+        sparse: its gradient is sparse, and travels alone.
+    """
+
+    index: int
+    numel: int
+    itemsize: int
+    kind: str
+    sparse: bool = False
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Buckets in launch order, each the parameters' indices in the order in which they lie in it."""
+
+    buckets: tuple[tuple[int, ...], ...]
+
+
+def plan_buckets(
+    params: Sequence[ParamSpec], *, cap_bytes: int = CAP_BYTES, first_cap_bytes: int = FIRST_CAP_BYTES
+) -> BucketPlan:
+    """Group parameters into buckets in the order in which their gradients become ready.
+
+    Each kind fills a bucket of its own. A bucket is closed by the parameter that fills it, and launched in the order in
+    which its last member arrives. The first is small, so that communication starts early.
+
+    Args:
+        params: in the order in which gradients arrive (before the first backward: the reverse of the model's).
+        cap_bytes: a bucket is closed once it holds this much; a larger parameter fills one by itself.
+        first_cap_bytes: the same for the first bucket of each kind; the smaller of both counts.
+    Raises:
+        PlanError: a cap is negative, or a parameter appears twice.
+    Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.
+    """
+    if cap_bytes < 0 or first_cap_bytes < 0:
+        raise PlanError(f"cap_bytes={cap_bytes}, first_cap_bytes={first_cap_bytes}: expected bytes, not less than 0.")
+    if len({spec.index for spec in params}) != len(params):
+        raise PlanError("a parameter appears twice; each must be in exactly one bucket.")
+    closed: list[tuple[int, ...]] = []
+    filling: dict[str, list[int]] = {}
+    filled_bytes: dict[str, int] = {}
+    caps: dict[str, int] = {}
+    for spec in params:
+        if spec.sparse:
+            closed.append((spec.index,))
+            continue
+        filling.setdefault(spec.kind, []).append(spec.index)
+        filled_bytes[spec.kind] = filled_bytes.get(spec.kind, 0) + spec.numel * spec.itemsize
+        if filled_bytes[spec.kind] >= caps.get(spec.kind, min(first_cap_bytes, cap_bytes)):
+            closed.append(tuple(filling.pop(spec.kind)))
+            filled_bytes[spec.kind] = 0
+            caps[spec.kind] = cap_bytes
+    position = {spec.index: at for at, spec in enumerate(params)}
+    leftover = sorted(filling.values(), key=lambda members: position[members[-1]])
+    return BucketPlan((*closed, *map(tuple, leftover)))
