@@ -4,13 +4,14 @@ Every job has one key-value store that all ranks reach. A launcher may serve it;
 (``tcp://``, ``env://``) or at one that it writes into a given file (``file://``).
 
 The invariant: two jobs, or two lives of one job, never meet by mistake. Rank 0 opens each life under a new number and
-closes it at the end; whoever finds its seat in a life taken waits for the next one. Rank 0 takes its port by binding it.
+closes it at the end; whoever finds its seat in a life taken waits for the next. Rank 0 takes its port by binding it.
 
 [Note: the port stays] A store that rank 0 serves lives on until its process ends, so that ``init`` after ``shutdown``
 meets at the same place without a race between the old server's end and the new one's start.
 """
 
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -117,7 +118,7 @@ class Peer:
             return True
         try:
             process = psutil.Process(self.pid)
-            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+            return bool(process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE)
         except psutil.NoSuchProcess:
             return False
 
@@ -185,8 +186,8 @@ def _meet_at(address: tuple[str, int], placement: Placement, deadline: float) ->
             store = dist.TCPStore(*address, None, False, timeout=_until(deadline))
         except dist.DistError:
             raise RendezvousError(
-                f"rank {placement.rank}: nobody answered at {_spell(address)} before the deadline. Is rank 0 running, and "
-                "is MASTER_ADDR an address of its host that this host reaches?"
+                f"rank {placement.rank}: nobody answered at {_spell(address)} before the deadline. Is rank 0 running, "
+                "and is MASTER_ADDR an address of its host that this host reaches?"
             ) from None
     else:
         store = _serve(address, deadline)
@@ -206,7 +207,12 @@ def _meet_by_file(file: "_AddressFile", placement: Placement, deadline: float) -
         meeting = _open_life(dist.PrefixStore(f"paceline/{file.token}", store), placement)
         file.write(store.port)
         close_life = meeting.close
-        meeting.close = lambda: (file.remove(), close_life())[1]
+
+        def close() -> None:
+            file.remove()
+            close_life()
+
+        meeting.close = close
         return meeting
     while time.monotonic() < deadline:
         token, address = file.find()
@@ -214,11 +220,9 @@ def _meet_by_file(file: "_AddressFile", placement: Placement, deadline: float) -
             with contextlib.suppress(dist.DistError):
                 store = dist.TCPStore(*address, None, False, timeout=_until(deadline))
                 scoped = dist.PrefixStore(f"paceline/{token}", store)
-                meeting_or_none = _join_life(
-                    scoped, placement, deadline, while_=lambda t=token: file.token_written() == t
-                )
-                if meeting_or_none is not None:
-                    return meeting_or_none
+                joined = _join_life(scoped, placement, deadline, while_=functools.partial(file.still_says, token))
+                if joined is not None:
+                    return joined
         time.sleep(_POLL_S)
     raise RendezvousError(
         f"rank {placement.rank}: rank 0 did not write its address to {file.path} before the deadline."
@@ -267,8 +271,8 @@ def _join_life(
         size = int(meeting.store.get("size"))
         if size != placement.world_size:
             raise WorldError(
-                f"rank {placement.rank} was told that the world has {placement.world_size} processes, but rank 0 expects "
-                f"{size}. Give all of them the same WORLD_SIZE."
+                f"rank {placement.rank} was told that the world has {placement.world_size} processes, but rank 0 "
+                f"expects {size}. Give all of them the same WORLD_SIZE."
             )
         if meeting.store.add(f"seat/{placement.rank}", 1) == 1:
             meeting.store.set(f"joined/{placement.rank}", "")
@@ -276,8 +280,8 @@ def _join_life(
         taken = life  # by this rank's earlier life, which rank 0 has not closed yet; or by a double
     if taken:
         raise RendezvousError(
-            f"rank {placement.rank} has joined this job already. Two processes were given the same RANK, or another job "
-            "meets at this address: give each process its own RANK and each job its own MASTER_PORT."
+            f"rank {placement.rank} has joined this job already. Two processes were given the same RANK, or another "
+            "job meets at this address: give each process its own RANK and each job its own MASTER_PORT."
         )
     return None
 
@@ -360,11 +364,11 @@ class _AddressFile:
                 return record["paceline"], (host, record["port"])
         return record["paceline"], None
 
-    def token_written(self) -> str:
-        return str(self._record().get("paceline", ""))
+    def still_says(self, token: str) -> bool:
+        return self._record().get("paceline") == token
 
     def remove(self) -> None:
-        if self.token_written() == self.token:
+        if self.still_says(self.token):
             self.path.unlink(missing_ok=True)
 
     def _record(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -80,8 +80,8 @@ class World:
 
         def late(names: str) -> Exception:
             return BarrierTimeoutError(
-                f"rank {self.rank}: {names} of {self.world_size} did not reach barrier number {key.split('#')[1]} within "
-                f"{timeout_s:g} s. Look where they are; all ranks must call barrier() equally often."
+                f"rank {self.rank}: {names} of {self.world_size} did not reach barrier number {key.split('#')[1]} "
+                f"within {timeout_s:g} s. Look where they are; all ranks must call barrier() equally often."
             )
 
         self._meeting.await_ranks(range(self.world_size), key, timeout_s, late=late)
@@ -266,15 +266,23 @@ def _placed(placement: Placement, method: str | None, world_size: int | None, ra
         for name in ("rank", "world_size"):
             if name not in given:
                 raise WorldError(
-                    f"init_method={method!r} needs {name}, and no launcher has set it. Pass init(..., rank=r, world_size=n)."
+                    f"init_method={method!r} needs {name}, and no launcher has set it. "
+                    "Pass init(..., rank=r, world_size=n)."
                 )
     if given.items() <= vars(placement).items():
         return placement
-    placed = replace(placement, **given, local_rank=None, local_world_size=None, node_rank=None, num_nodes=None)
+    placed = Placement(
+        rank=given.get("rank", placement.rank),
+        world_size=given.get("world_size", placement.world_size),
+        address=placement.address,
+        port=placement.port,
+        attempt=placement.attempt,
+        launcher=placement.launcher,
+    )
     if placed.world_size < 1 or not 0 <= placed.rank < placed.world_size:
         raise WorldError(
-            f"rank={placed.rank}, world_size={placed.world_size}: expected a world_size of at least 1 and a rank from 0 "
-            "to world_size - 1."
+            f"rank={placed.rank}, world_size={placed.world_size}: expected a world_size of at least 1 and a rank from "
+            "0 to world_size - 1."
         )
     return placed
 
@@ -344,8 +352,8 @@ def _choose_device(device: str | torch.device, local_rank: int, placement: Place
         index = local_rank if chosen.index is None else chosen.index
         if index >= torch.cuda.device_count():
             raise WorldError(
-                f"rank {placement.rank}: its device would be cuda:{index}, but this host shows {torch.cuda.device_count()} "
-                "CUDA devices. Start fewer ranks per host, or pass device='cpu'."
+                f"rank {placement.rank}: its device would be cuda:{index}, but this host shows "
+                f"{torch.cuda.device_count()} CUDA devices. Start fewer ranks per host, or pass device='cpu'."
             )
         chosen = torch.device("cuda", index)
         torch.cuda.set_device(chosen)

@@ -47,38 +47,32 @@ def agree(specs: Sequence[Spec], group: dist.ProcessGroup, extra: Any = None) ->
     everyones = all_gather_object(list(specs), group)
     ranks = dist.get_process_group_ranks(group)
     for rank, theirs in zip(ranks[1:], everyones[1:], strict=True):
-        check_same(everyones[0], theirs, ranks[0], rank)
+        difference = first_difference(everyones[0], theirs, f"rank {ranks[0]}", f"rank {rank}")
+        if difference:
+            raise ReplicaMismatchError(
+                f"the ranks' models differ: {difference}. Build, freeze and replace parameters alike on every rank."
+            )
     return everyones[0], extras
 
 
-def check_same(ours: Sequence[Spec], theirs: Sequence[Spec], our_rank: int, their_rank: int) -> None:
-    """Raise where two ranks' specs differ in more than order and strides."""
+def first_difference(ours: Sequence[Spec], theirs: Sequence[Spec], us: str, them: str) -> str:
+    """In words, how two ranks' specs differ, other than in order and strides; empty where they don't."""
+    counts = f" ({len(ours)} against {len(theirs)} parameters and buffers)" if len(ours) != len(theirs) else ""
     by_name = {spec.name: spec for spec in theirs}
     for spec in ours:
-        other = by_name.pop(spec.name, None)
-        if other is None:
-            _raise(
-                f"rank {our_rank} has {spec.name!r}, of shape {spec.shape}, and rank {their_rank} has not",
-                len(ours),
-                len(theirs),
-            )
+        if spec.name not in by_name:
+            return f"{us} has {spec.name!r}, of shape {spec.shape}, and {them} has not{counts}"
+        other = by_name.pop(spec.name)
         for what, mine, its in (
             ("the shape", spec.shape, other.shape),
             ("the dtype", spec.dtype, other.dtype),
             ("requires_grad", spec.requires_grad, other.requires_grad),
         ):
             if mine != its:
-                _raise(
-                    f"{what} of {spec.name!r} is {mine} on rank {our_rank} and {its} on rank {their_rank}",
-                    len(ours),
-                    len(theirs),
-                )
-    for name, other in by_name.items():
-        _raise(
-            f"rank {their_rank} has {name!r}, of shape {other.shape}, and rank {our_rank} has not",
-            len(ours),
-            len(theirs),
-        )
+                return f"{what} of {spec.name!r} is {mine} on {us} and {its} on {them}"
+    for spec in by_name.values():
+        return f"{them} has {spec.name!r}, of shape {spec.shape}, and {us} has not{counts}"
+    return ""
 
 
 def all_gather_object(item: Any, group: dist.ProcessGroup) -> list[Any]:
@@ -86,10 +80,3 @@ def all_gather_object(item: Any, group: dist.ProcessGroup) -> list[Any]:
     items: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(items, item, group=group)
     return items
-
-
-def _raise(difference: str, num_ours: int, num_theirs: int) -> None:
-    counts = f" ({num_ours} and {num_theirs} parameters and buffers)" if num_ours != num_theirs else ""
-    raise ReplicaMismatchError(
-        f"the ranks' models differ: {difference}{counts}. Build, freeze and replace parameters alike on every rank."
-    )

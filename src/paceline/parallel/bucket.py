@@ -1,8 +1,8 @@
 """A bucket: gradients that travel in one all_reduce, and the memory in which they do.
 
 The invariant: autograd never accumulates into memory that a reduction is writing. When a gradient has been copied into
-its bucket, ``param.grad`` becomes None; what autograd brings after that is *late*, arrives alone in fresh memory, and is
-averaged by itself and added, since averaging is linear. When the round ends, ``param.grad`` is the bucket's memory.
+its bucket, ``param.grad`` becomes None; what autograd brings after that is *late*, arrives alone in fresh memory, and
+is averaged by itself and added, since averaging is linear. When the round ends, ``param.grad`` is the bucket's memory.
 
 [Note: whose gradient] Two kinds of tensor may be ``param.grad`` when a bucket is packed. One that autograd has just
 made belongs to nobody else and is dropped. One that was there before the backward is somebody's: it may be held by a
@@ -176,21 +176,29 @@ class Bucket:
 
 
 class SparseBucket(Bucket):
-    """One parameter whose gradient is sparse, and stays so."""
+    """One parameter whose gradient is sparse, and stays so.
 
+    Ranks hold different rows, in different numbers, so the rows are gathered and added. That needs messages in turn,
+    and happens in ``wait``, when all other buckets are under way.
+    """
+
+    _mine: Tensor | None = None
     _sum: Tensor | None = None
 
-    def launch(self, group: dist.ProcessGroup, preexisting: Collection[int]) -> None:
+    def launch(self, group: dist.ProcessGroup, preexisting: Collection[int]) -> None:  # noqa: ARG002
         self._streams_join()
-        self._sum = self._take()
-        self._work = dist.all_reduce(self._sum, group=group, async_op=True)
+        self._group = group
+        self._mine = self._take()
         self.launched = True
+
+    def wait(self) -> None:
+        if self._mine is not None:
+            self._sum = _sum_of_rows(self._mine, self._group, self.world_size)
+            self._mine = None
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._sum is not None
-        late = self._take()
-        dist.all_reduce(late, group=group)
-        self._sum = (self._sum + late).coalesce()
+        self._sum = (self._sum + _sum_of_rows(self._take(), group, self.world_size)).coalesce()
 
     def give(self, used: Sequence[bool]) -> None:
         assert self._sum is not None
@@ -204,11 +212,25 @@ class SparseBucket(Bucket):
         param = self.members[0].param
         grad, param.grad = param.grad, None
         if grad is None:
-            empty = torch.empty((1, 0), dtype=torch.int64, device=param.device)
-            values = torch.empty((0, *param.shape[1:]), dtype=param.dtype, device=param.device)
-            return torch.sparse_coo_tensor(empty, values, param.shape).coalesce()
+            return torch.zeros_like(param).to_sparse(1).coalesce()
         self.contributors.add(self.members[0].index)
         return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
+
+
+def _sum_of_rows(mine: Tensor, group: dist.ProcessGroup, world_size: int) -> Tensor:
+    """The sum of all ranks' sparse tensors, in the order of ranks. A collective call."""
+    num_rows = torch.tensor([mine._nnz()], device=mine.device)
+    counts = [torch.zeros_like(num_rows) for _ in range(world_size)]
+    dist.all_gather(counts, num_rows, group=group)
+    longest = int(torch.cat(counts).max())
+    gathered = []
+    for part in (mine.indices().t().contiguous(), mine.values()):
+        padded = part.new_zeros((longest, *part.shape[1:]))
+        padded[: len(part)] = part
+        everyones = [torch.empty_like(padded) for _ in range(world_size)]
+        dist.all_gather(everyones, padded, group=group)
+        gathered.append(torch.cat([theirs[: int(count)] for theirs, count in zip(everyones, counts, strict=True)]))
+    return torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape, check_invariants=False).coalesce()
 
 
 def average(flat: Tensor, group: dist.ProcessGroup, world_size: int) -> dist.Work:
@@ -216,8 +238,7 @@ def average(flat: Tensor, group: dist.ProcessGroup, world_size: int) -> dist.Wor
 
     Divided before it is summed: a sum of half-precision gradients could overflow.
     """
-    work = dist.all_reduce(flat.div_(world_size), group=group, async_op=True)
-    assert work is not None
+    work: dist.Work = dist.all_reduce(flat.div_(world_size), group=group, async_op=True)
     return work
 
 
@@ -241,4 +262,4 @@ def _dense(grad: Tensor) -> Tensor:
 def _num_storage_references(tensor: Tensor) -> int:
     """How many tensors lie in ``tensor``'s memory."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1

@@ -74,7 +74,7 @@ def _timeout(parent: dist.ProcessGroup) -> timedelta | None:
     for device in ("cpu", "cuda"):
         try:
             options = parent._get_backend(torch.device(device)).options
-            return options._timeout  # type: ignore[no-any-return]
+            return options._timeout
         except (RuntimeError, AttributeError):
             continue
     return None

@@ -167,7 +167,7 @@ class DistributedDataParallel(Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A collective call: the copy joins the default process group."""
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self.process_group = _choose_group(None, None)
         self._join_ranks()
 
@@ -226,7 +226,7 @@ def _check_params(params: Sequence[torch.nn.Parameter]) -> str:
         )
     if any(isinstance(param, UninitializedParameter) for param in params):
         raise RuntimeError(
-            "the module has uninitialised parameters, whose shapes are unknown. Run one forward pass before wrapping it."
+            "the module has uninitialised parameters, of unknown shapes. Run one forward pass before wrapping it."
         )
     types = {param.device.type for param in params}
     if len(types) > 1:

@@ -16,12 +16,12 @@ earlier round) are simply part of what is averaged.
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
 from torch.nn import Parameter
 
 from paceline.errors import ReductionError, ReplicaMismatchError
@@ -30,9 +30,10 @@ from paceline.parallel.bucket import Bucket, Member, SparseBucket, layout_of
 from paceline.parallel.channels import Channels
 from paceline.parallel.control import Control, PendingControl
 from paceline.parallel.registry import Registry
+from paceline.parallel.rounds import Round
 from paceline.plan import ParamSpec, plan_buckets
 
-_OUTSIDE_BACKWARD = -1
+_numbers = itertools.count()
 
 
 class Reducer:
@@ -40,11 +41,12 @@ class Reducer:
 
     def __init__(self, registry: Registry, channels: Channels, *, cap_bytes: int, first_cap_bytes: int) -> None:
         self.sync = True  # False within no_sync: gradients then stay local
+        self.number = next(_numbers)
         self._registry = registry
         self._channels = channels
         self._world_size = dist.get_world_size(channels.gradients)
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._failure = ""
         self._arrival_known = False
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
@@ -66,13 +68,13 @@ class Reducer:
         if self.sync:
             self.open_round()
 
-    def open_round(self) -> "_Round":
+    def open_round(self) -> Round:
         """The round in progress; opened by the first that asks within a backward.
 
         [Note: the outermost task] Autograd runs callbacks at the end of the graph task in which they were queued, and
-        reentrant checkpointing nests tasks. The task that opens the round ends it. Where the model's forward was called,
-        a hook on its output opens it, in the outermost task. Where it was bypassed, the first gradient does; then a
-        nested task may be a round of its own, which is still right.
+        reentrant checkpointing nests tasks. The task that opens the round ends it. Where the model's forward was
+        called, a hook on its output opens it, in the outermost task. Where it was bypassed, the first gradient does;
+        then a nested task may be a round of its own, which is still right.
         """
         if self._round is not None and not self._round.is_abandoned():
             return self._round
@@ -80,8 +82,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.prepare(self._expected)
         preexisting = {index for index, param in enumerate(self._registry.params) if param.grad is not None}
-        self._round = _Round(preexisting)
-        self._round.end_with(self._finish)
+        self._round = Round(preexisting, self)
         return self._round
 
     def _arrived(self, param: Parameter) -> None:
@@ -102,7 +103,7 @@ class Reducer:
             if bucket.missing == 0:
                 self._launch_ready(current)
 
-    def _launch_ready(self, current: "_Round", everything: bool = False) -> None:
+    def _launch_ready(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
         while current.num_launched < len(self._buckets):
             bucket = self._buckets[current.num_launched]
@@ -115,18 +116,25 @@ class Reducer:
     # -- at the end of backward ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _finish(self) -> None:
+    def send_all(self) -> None:
+        """All gradients are there: launch what has not been launched, and the control message."""
+        assert self._round is not None
+        self._launch_ready(self._round, everything=True)
+        self._round.told = self._send_control(self._buckets)
+
+    @torch.no_grad()
+    def finish_round(self) -> None:
+        """Wait for the averages, put right what came late, and make them the parameters' gradients."""
         current, self._round = self._round, None
         assert current is not None
+        assert current.told is not None
         self._failure = "the backward before this one failed while gradients were being averaged"
-        self._launch_ready(current, everything=True)
-        told = self._exchange(self._buckets)
-        self._complete(self._buckets, told)
+        told = self._complete(self._buckets, current.told)
         self._settle(told, current)
         self._failure = ""
 
-    def _exchange(self, buckets: Sequence[Bucket]) -> Control:
-        """Tell all ranks what this one has, and learn what they have. A collective call."""
+    def _send_control(self, buckets: Sequence[Bucket]) -> PendingControl:
+        """Tell all ranks what this one has. A collective call."""
         changed = self._registry.notice_changes()
         trainable = [param.requires_grad for param in self._registry.params]
         # A frozen parameter may keep a gradient of earlier times: averaged as long as the plan has it, then left alone.
@@ -136,9 +144,13 @@ class Reducer:
         ]
         mine = Control(used, [bucket.is_late() for bucket in buckets], changed)
         with self._explained(None):
-            told = PendingControl(mine, trainable, self._channels.control).result()
+            return PendingControl(mine, trainable, self._channels.control)
+
+    def _hear(self, pending: PendingControl) -> Control:
+        with self._explained(None):
+            told = pending.result()
         if not told.same_state and not told.changed:
-            self._explain_frozen(trainable)
+            self._explain_frozen()
         return told
 
     def _has_gradient(self, buckets: Sequence[Bucket]) -> list[bool]:
@@ -148,43 +160,67 @@ class Reducer:
                 has[index] = True
         return has
 
-    def _complete(self, buckets: Sequence[Bucket], told: Control) -> None:
-        for bucket, late in zip(buckets, told.late, strict=True):
+    def _complete(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
+        for bucket in buckets:
             with self._explained(bucket):
                 bucket.wait()
-                if late:
+        told = self._hear(pending)
+        for bucket, late in zip(buckets, told.late, strict=True):
+            if late:
+                with self._explained(bucket):
                     bucket.reduce_late(self._channels.gradients)
             bucket.give(told.used)
+        return told
 
-    def _settle(self, told: Control, current: "_Round") -> None:
-        """Bring the plan up to date, and reduce what the old one did not know."""
-        planned = {self._registry.params[index] for bucket in self._buckets for index in bucket.indices}
-        params_before = self._registry.params
+    def _settle(self, told: Control, current: Round) -> None:
+        """Bring the plan up to date, and reduce what the old one did not have."""
+        registry = self._registry
+        planned = {registry.names[index] for bucket in self._buckets for index in bucket.indices}
+        bases: dict[int, torch.Tensor] = {}
         if told.changed:
-            self._registry.agree_anew(self._channels.control)
-            self._expected = [True] * len(self._registry.params)
-            self._order = list(range(len(self._registry.params)))[::-1]
+            before = dict(zip(registry.names, registry.params, strict=True))
+            news = registry.agree_anew(self._channels.control)
+            self._order = list(range(len(registry.params)))[::-1]
             self._hook_parameters()
-            told = self._exchange([])
-        else:
-            self._expected = list(told.used)
-        trainable_now = tuple(param.requires_grad for param in self._registry.params)
-        unplanned = [
-            index
-            for index, param in enumerate(self._registry.params)
-            if told.used[index] and trainable_now[index] and param not in planned
-        ]
+            self._replan()
+            told = self._hear(self._send_control([]))
+            planned -= set(news)
+            bases = self._set_aside(before, [name for name, ranks in news.items() if ranks < self._world_size])
+        elif not self._arrival_known:
+            self._learn_order(current)
+            self._replan()
+        elif self._planned_for != tuple(param.requires_grad for param in registry.params):
+            self._replan()
+        self._expected = list(told.used)
+        unplanned = [index for index, used in enumerate(told.used) if used and registry.names[index] not in planned]
         if unplanned:
             buckets = self._make_buckets(unplanned)
             for bucket in buckets:
                 with self._explained(bucket):
                     bucket.launch(self._channels.gradients, current.preexisting)
-            self._complete(buckets, Control(told.used, [False] * len(buckets), changed=False))
-        if not self._arrival_known and self._registry.params is params_before:
-            self._learn_order(current)
-            self._replan()
-        elif trainable_now != self._planned_for or self._registry.params is not params_before:
-            self._replan()
+            for bucket in buckets:
+                with self._explained(bucket):
+                    bucket.wait()
+                bucket.give(told.used)
+        for index, base in bases.items():
+            grad = registry.params[index].grad
+            registry.params[index].grad = base if grad is None else grad + base
+
+    def _set_aside(self, before: dict[str, Parameter], names: Sequence[str]) -> dict[int, torch.Tensor]:
+        """For parameters replaced on some ranks only: what has been averaged of them, by index.
+
+        Ranks that kept theirs have contributed already; the newcomers' gradients, averaged by themselves, are added.
+        """
+        bases: dict[int, torch.Tensor] = {}
+        for name in names:
+            index = self._registry.names.index(name)
+            param = self._registry.params[index]
+            averaged = before[name].grad if name in before else None
+            if averaged is not None:
+                bases[index] = averaged
+            if before.get(name) is param:
+                param.grad = None
+        return bases
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
@@ -215,7 +251,7 @@ class Reducer:
             buckets.append(make(number, members, self._world_size))
         return buckets
 
-    def _learn_order(self, current: "_Round") -> None:
+    def _learn_order(self, current: Round) -> None:
         """Once: order parameters as their gradients arrived on the first rank. A collective call."""
         arrived = list(current.arrived)
         rest = [index for index in self._order if index not in current.arrived]
@@ -226,14 +262,15 @@ class Reducer:
         self._arrival_known = True
 
     def _hook_parameters(self) -> None:
-        """Hook each parameter once, frozen ones too: a hook outlives freezing, so unfreezing is seen without a forward."""
+        """Hook each parameter once, frozen ones too: a hook outlives freezing, so no forward is needed to unfreeze."""
         for param in self._registry.present():
             if param in self._hooks or not (param.is_floating_point() or param.is_complex()):
                 continue
             frozen = not param.requires_grad
             if frozen:
                 param.requires_grad_(True)  # torch refuses to hook a frozen tensor
-            self._hooks[param] = param.register_post_accumulate_grad_hook(_weakly(self, Reducer._arrived))
+            hook = _weakly(self, Reducer._arrived)
+            self._hooks[param] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             if frozen:
                 param.requires_grad_(False)
 
@@ -246,16 +283,17 @@ class Reducer:
             self._failure = "the backward before this one raised an error after part of its gradients had been sent"
         if self._failure:
             raise ReductionError(
-                f"rank {dist.get_rank()}: {self._failure}. The ranks no longer agree on what comes next: end them all and "
-                "start from a checkpoint. The first error names the cause."
+                f"rank {dist.get_rank()}: {self._failure}. The ranks no longer agree on what comes next: end them all "
+                "and start from a checkpoint. The first error names the cause."
             )
 
     def _explained(self, bucket: Bucket | None) -> "_Explained":
         return _Explained(self._registry, bucket, self._world_size)
 
-    def _explain_frozen(self, trainable: Sequence[bool]) -> None:
+    def _explain_frozen(self) -> None:
         """Raise on every rank, naming the first parameter that is frozen on some ranks only."""
-        everyones = all_gather_object(list(trainable), self._channels.control)
+        trainable = [param.requires_grad for param in self._registry.params]
+        everyones = all_gather_object(trainable, self._channels.control)
         ranks = dist.get_process_group_ranks(self._channels.control)
         for name, flags in zip(self._registry.names, zip(*everyones, strict=True), strict=True):
             if len(set(flags)) > 1:
@@ -266,38 +304,8 @@ class Reducer:
                 )
 
 
-class _Round:
-    """One outermost backward."""
-
-    def __init__(self, preexisting: set[int]) -> None:
-        self.preexisting = preexisting
-        self.arrived: dict[int, None] = {}  # an ordered set
-        self.num_launched = 0
-
-    def end_with(self, finish: "functools.partial[None] | object") -> None:
-        """Call ``finish`` when the present graph task ends.
-
-        Autograd holds the only reference to the callback: if the task fails, the callback is gone.
-        """
-        callback = _Callback(finish)
-        self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-    def is_abandoned(self) -> bool:
-        """Whether the backward raised an error before its end."""
-        return self._callback() is None
-
-
-class _Callback:
-    def __init__(self, finish: object) -> None:
-        self._finish = finish
-
-    def __call__(self) -> None:
-        self._finish()  # type: ignore[operator]
-
-
 class _Explained:
-    """Turns c10d's error into one that says what was being averaged, and on which rank."""
+    """Turns an error of c10d into one that says what was being averaged, and on which rank."""
 
     def __init__(self, registry: Registry, bucket: Bucket | None, world_size: int) -> None:
         self._registry, self._bucket, self._world_size = registry, bucket, world_size
@@ -315,8 +323,8 @@ class _Explained:
             span = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
             what = f"bucket {self._bucket.number} ({span}, {len(names)} parameters)"
         raise ReductionError(
-            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another rank has "
-            f"ended or is stuck; its output says why. The backend reports: {error}"
+            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another "
+            f"rank has ended or is stuck; its output says why. The backend reports: {error}"
         ) from error
 
 

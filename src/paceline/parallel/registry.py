@@ -8,6 +8,7 @@ by a look at every place where a parameter was found, at the end of each backwar
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Set
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from paceline.parallel.agreement import Spec, agree, all_gather_object
+from paceline.parallel.agreement import Spec, agree
 from paceline.parallel.broadcast import broadcast_tensors
 
 # Who wants to know of parameters registered in a module.
@@ -57,20 +58,25 @@ class Registry:
         self.params = [here[spec.name] for spec in agreed]
         self.strides = [spec.stride for spec in agreed]
         self.index_of = {param: index for index, param in enumerate(self.params)}
-        self.sparse = {self.index_of[param] for param in _sparse_params(self._module) if param in self.index_of}
+        sparse = {id(param) for param in _sparse_params(self._module)}
+        self.sparse = {index for index, param in enumerate(self.params) if id(param) in sparse}
         self.buffer_names = [spec.name for spec in specs if spec.name in buffers]
         self._newcomers = []
         self._look_around()
         return extras
 
-    def agree_anew(self, group: dist.ProcessGroup) -> None:
-        """``agree`` after a change; newcomers get the first rank's values. A collective call."""
+    def agree_anew(self, group: dist.ProcessGroup) -> dict[str, int]:
+        """``agree`` after a change; newcomers get the first rank's values. A collective call.
+
+        Returns:
+            For each name that is new on some rank, on how many it is.
+        """
         known = set(self.params)
         mine = [name for name, param in self._named_params() if param not in known]
-        self.agree(group)
-        everyones = set().union(*all_gather_object(mine, group))
-        news = [param for name, param in zip(self.names, self.params, strict=True) if name in everyones]
-        broadcast_tensors(news, group)
+        everyones = self.agree(group, extra=mine)
+        news = Counter(name for names in everyones for name in names)
+        broadcast_tensors([param for name, param in zip(self.names, self.params, strict=True) if name in news], group)
+        return dict(news)
 
     def notice_changes(self) -> bool:
         """Whether the module holds other parameters than those agreed on."""
@@ -114,20 +120,20 @@ class Registry:
             self.on_change()
 
 
-def _sparse_params(module: Module) -> Iterator[Parameter]:
+def _sparse_params(module: Module) -> Iterator[torch.Tensor]:
     """Parameters whose gradients are sparse tensors."""
     for part in module.modules():
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             yield part.weight
 
 
-def _on_parameter(module: Module, name: str, param: Parameter | None) -> None:
+def _on_parameter(module: Module, _name: str, param: Parameter | None) -> None:
     if param is not None:
         for registry in tuple(_watchers.get(module, ())):
             registry._meet(iter([param]))
 
 
-def _on_module(parent: Module, name: str, child: Module | None) -> None:
+def _on_module(parent: Module, _name: str, child: Module | None) -> None:
     if child is not None:
         for registry in tuple(_watchers.get(parent, ())):
             for module in child.modules():

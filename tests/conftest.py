@@ -1,0 +1,59 @@
+"""What holds for every test: one thread per process, and nothing left behind."""
+
+import contextlib
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Iterator
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the processes that tests start
+
+import psutil
+import pytest
+import torch
+
+torch.set_num_threads(1)  # forked ranks could not use a pool of threads that this process had started
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fail a test that leaves a process, a thread, an environment variable or shared memory."""
+    before = _belongings()
+    yield
+    deadline = time.monotonic() + 5.0
+    while (left := _difference(before, _belongings())) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"left behind: {left}"
+
+
+def _belongings() -> dict[str, set[str]]:
+    children = [child for child in psutil.Process().children(recursive=True) if child.is_running()]
+    own = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {
+        "processes": {f"{child.pid} {child.name()}" for child in children if "resource_tracker" not in _command(child)},
+        "threads": {thread.name for thread in threading.enumerate()},
+        "environment": {f"{name}={value}" for name, value in own.items()},
+        "shared memory": set(_own_files(pathlib.Path("/dev/shm"))),
+    }
+
+
+def _difference(before: dict[str, set[str]], after: dict[str, set[str]]) -> dict[str, set[str]]:
+    kept = {name: after[name] - before[name] for name in after}
+    kept["environment"] |= before["environment"] - after["environment"]
+    return {name: items for name, items in kept.items() if items}
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _own_files(folder: pathlib.Path) -> Iterator[str]:
+    if folder.is_dir():
+        for entry in os.scandir(folder):
+            with contextlib.suppress(OSError):  # gone since it was listed
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                    yield entry.name
