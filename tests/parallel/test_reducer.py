@@ -632,8 +632,8 @@ def fails_in_the_middle(world):
 def test_a_backward_that_failed_half_way_is_not_silently_continued():
     for rank, message in enumerate(expect_errors(2, fails_in_the_middle)):
         assert message.startswith(
-            f"ReductionError: rank {rank}: the backward before this one raised an error after part of its gradients had "
-            "been sent. The ranks no longer agree on what comes next: end them all and start from a checkpoint."
+            f"ReductionError: rank {rank}: the backward before this one raised an error after part of its gradients "
+            "had been sent. The ranks no longer agree on what comes next: end them all and start from a checkpoint."
         )
 
 
@@ -650,8 +650,9 @@ def test_when_a_rank_gives_up_the_others_say_what_they_were_reducing():
     text = str(caught.value)
     assert "rank 1 gives up" in text
     assert re.search(
-        r"paceline\.errors\.ReductionError: rank 0: bucket 0 \('second.weight' to 'first.weight', 2 parameters\) could not be "
-        r"reduced over 2 ranks\. Most often another rank has ended or is stuck; its output says why\. The backend reports: \S",
+        r"paceline\.errors\.ReductionError: rank 0: bucket 0 \('second.weight' to 'first.weight', 2 parameters\) could "
+        r"not be reduced over 2 ranks\. Most often another rank has ended or is stuck; its output says why\. The "
+        r"backend reports: \S",
         text,
     )
 

@@ -76,6 +76,8 @@ class DistributedDataParallel(Module):
     ) -> None:
         super().__init__()
         self.process_group = _choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self.module = module
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
@@ -158,6 +160,17 @@ class DistributedDataParallel(Module):
             and self._reducer is not None
             and bool(self._registry.buffer_names)
         )
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leave these names alone when ``module`` is wrapped; torch's name for it, which FSDP and others call too."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+
+    def _set_static_graph(self) -> None:
+        """Accepted as in torch; changing graphs are right anyway."""
+        self.static_graph = True
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

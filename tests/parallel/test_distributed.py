@@ -1,0 +1,344 @@
+"""The wrapper: what it takes, what it refuses, buffers, saving, and comparing models by name."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline import DistributedDataParallel
+from paceline.errors import PlanError, WorldError
+from support.ranks import expect_errors, run_ranks
+
+# -- the same model everywhere --------------------------------------------------------------------------------------
+
+
+def values_after_wrapping(world):
+    torch.manual_seed(world.rank)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[1].running_mean.fill_(world.rank + 1.0)
+    model[1].num_batches_tracked.fill_(world.rank + 5)
+    DistributedDataParallel(model)
+    return [p.detach() for p in model.parameters()], model[1].running_mean, model[1].num_batches_tracked
+
+
+def test_wrapping_copies_the_first_ranks_parameters_and_buffers():
+    torch.manual_seed(0)
+    expected = list(nn.Linear(2, 2).parameters())
+    for params, mean, batches in run_ranks(3, values_after_wrapping):
+        torch.testing.assert_close(params[:2], [p.detach() for p in expected])
+        assert mean.tolist() == [1.0, 1.0]
+        assert batches.item() == 5
+
+
+def without_init_sync(world):
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, world.rank)
+    DistributedDataParallel(model, init_sync=False)
+    return model.weight.item()
+
+
+def test_init_sync_false_leaves_parameters_alone():
+    assert run_ranks(2, without_init_sync) == [0.0, 1.0]
+
+
+def build(world, variant):
+    layers = {"a": nn.Linear(2, 3), "b": nn.Linear(3, 1)}
+    if world.rank == 1:
+        if variant == "shape":
+            layers["a"] = nn.Linear(3, 3)
+        elif variant == "missing":
+            del layers["b"]
+        elif variant == "surplus":
+            layers["c"] = nn.Linear(1, 1, bias=False)
+        elif variant == "dtype":
+            layers["b"].half()
+        elif variant == "frozen":
+            layers["b"].bias.requires_grad_(False)
+        elif variant == "buffer":
+            layers["a"].register_buffer("seen", torch.zeros(4))
+    DistributedDataParallel(nn.ModuleDict(layers))
+
+
+ADVICE = "Build, freeze and replace parameters alike on every rank."
+
+
+@pytest.mark.parametrize(
+    ("variant", "difference"),
+    [
+        ("shape", "the shape of 'a.weight' is (3, 2) on rank 0 and (3, 3) on rank 1."),
+        ("missing", "rank 0 has 'b.weight', of shape (1, 3), and rank 1 has not (4 against 2 parameters and buffers)."),
+        ("surplus", "rank 1 has 'c.weight', of shape (1, 1), and rank 0 has not (4 against 5 parameters and buffers)."),
+        ("dtype", "the dtype of 'b.weight' is float32 on rank 0 and float16 on rank 1."),
+        ("frozen", "requires_grad of 'b.bias' is True on rank 0 and False on rank 1."),
+        ("buffer", "rank 1 has 'a.seen', of shape (4,), and rank 0 has not (4 against 5 parameters and buffers)."),
+    ],
+)
+def test_models_built_differently_are_an_error_on_every_rank_that_names_the_first_difference(variant, difference):
+    expected = f"ReplicaMismatchError: the ranks' models differ: {difference} {ADVICE}"
+    assert expect_errors(2, build, variant) == [expected, expected]
+
+
+def other_order(world):
+    layers = [("a", nn.Linear(1, 1, bias=False)), ("b", nn.Linear(1, 1, bias=False))]
+    model = nn.ModuleDict(dict(layers if world.is_main else layers[::-1]))
+    for layer in model.values():
+        nn.init.constant_(layer.weight, 1.0 + world.rank)
+    wrapped = DistributedDataParallel(model)
+    (model["a"](torch.ones(1, 1)) + 10 * model["b"](torch.ones(1, 1)) * (world.rank + 1)).sum().backward()
+    del wrapped
+    return {name: (p.item(), p.grad.item()) for name, p in sorted(model.named_parameters())}
+
+
+def test_parameters_registered_in_another_order_are_matched_by_name():
+    assert run_ranks(2, other_order) == [{"a.weight": (1.0, 1.0), "b.weight": (1.0, 15.0)}] * 2
+
+
+def other_strides(world):
+    conv = nn.Conv2d(2, 2, 2, bias=False)
+    with torch.no_grad():
+        conv.weight.copy_(torch.arange(16.0).view(2, 2, 2, 2) + world.rank)
+    if world.rank == 1:
+        conv = conv.to(memory_format=torch.channels_last)
+    wrapped = DistributedDataParallel(conv)
+    factor = torch.arange(16.0).view(2, 2, 2, 2)
+    (wrapped.module.weight * factor * (world.rank + 1)).sum().backward()
+    return conv.weight.detach().clone(), conv.weight.grad.clone()
+
+
+def test_another_memory_format_on_one_rank_does_not_mix_up_elements():
+    expected = torch.arange(16.0).view(2, 2, 2, 2)
+    for weight, grad in run_ranks(2, other_strides):
+        torch.testing.assert_close(weight.contiguous(), expected)
+        torch.testing.assert_close(grad.contiguous(), expected * 1.5)
+
+
+# -- buffers ---------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        return self.layer(x) + 0 * self.seen
+
+
+def buffers(world, forward_sync_buffers):
+    wrapped = DistributedDataParallel(Counting(), forward_sync_buffers=forward_sync_buffers)
+    seen = wrapped.module.seen
+    x = torch.ones(1, 1)
+    history = []
+
+    def note(mode):
+        seen.fill_(world.rank + 1.0)
+        mode()
+        history.append(seen.item())
+
+    note(lambda: wrapped(x))
+    with torch.no_grad():
+        note(lambda: wrapped(x))
+    with wrapped.no_sync():
+        note(lambda: wrapped(x))
+    wrapped.eval()
+    note(lambda: wrapped(x))
+    return history
+
+
+def test_buffers_are_copied_before_a_training_forward_only():
+    assert run_ranks(2, buffers, True) == [[1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0, 2.0]]
+
+
+def test_forward_sync_buffers_false_leaves_them_alone():
+    assert run_ranks(2, buffers, False) == [[1.0] * 4, [2.0] * 4]
+
+
+def evaluate_alone(world):
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1)))
+    if world.is_main:
+        wrapped.eval()
+        wrapped(torch.ones(2, 1))
+        wrapped.train()
+        with torch.no_grad():
+            wrapped(torch.ones(2, 1))
+    world.barrier()
+    return True
+
+
+def test_one_rank_may_evaluate_alone():
+    assert run_ranks(2, evaluate_alone) == [True, True]
+
+
+def train_in_eval_mode(world):
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout()))
+    wrapped.eval()
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return wrapped.module[0].weight.grad.item()
+
+
+def test_a_backward_in_eval_mode_is_averaged_like_any_other():
+    assert run_ranks(2, train_in_eval_mode) == [1.5, 1.5]
+
+
+# -- torch's call ----------------------------------------------------------------------------------------------------
+
+
+def refusals(world):
+    model = nn.Linear(1, 1)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    cases = {
+        "nothing to train": lambda: DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False)),
+        "lazy": lambda: DistributedDataParallel(nn.LazyLinear(1)),
+        "two devices": lambda: DistributedDataParallel(model, device_ids=[0, 1]),
+        "device of a CPU module": lambda: DistributedDataParallel(model, device_ids=[0]),
+        "negative cap": lambda: DistributedDataParallel(model, bucket_cap_mb=-1),
+        "two groups": lambda: DistributedDataParallel(model, process_group=dist.group.WORLD, device_mesh=mesh),
+    }
+    told = {}
+    for name, call in cases.items():
+        try:
+            call()
+        except Exception as error:
+            told[name] = type(error), str(error)
+    return told
+
+
+def test_what_torch_refuses_is_refused():
+    assert run_ranks(2, refusals)[1] == {
+        "nothing to train": (
+            RuntimeError,
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient.",
+        ),
+        "lazy": (
+            RuntimeError,
+            "the module has uninitialised parameters, of unknown shapes. Run one forward pass before wrapping it.",
+        ),
+        "two devices": (
+            ValueError,
+            "device_ids=[0, 1], output_device=None: expected None or one device: each rank trains on its own.",
+        ),
+        "device of a CPU module": (
+            ValueError,
+            "device_ids=[0], output_device=None: they are for a module on one GPU, but its parameters are on cpu. "
+            "Leave them out.",
+        ),
+        "negative cap": (PlanError, "bucket_cap_mb=-1: expected MiB, not less than 0."),
+        "two groups": (RuntimeError, "Give process_group or device_mesh, not both."),
+    }
+
+
+def test_without_a_process_group_the_error_says_what_to_call():
+    with pytest.raises(WorldError, match=r"^there is no process group yet: call paceline.init\(\) before wrapping"):
+        DistributedDataParallel(nn.Linear(1, 1))
+
+
+def test_a_world_of_one_is_the_bare_module():
+    with paceline.init(device="cpu"):
+        model = nn.Linear(2, 2)
+        wrapped = DistributedDataParallel(model)
+        with wrapped.no_sync():
+            wrapped(torch.ones(1, 2)).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert list(wrapped.state_dict()) == ["module.weight", "module.bias"]
+
+
+def warns(world):
+    model = nn.Linear(1, 1)
+    with pytest.warns(FutureWarning, match="use `forward_sync_buffers`"):
+        wrapped = DistributedDataParallel(model, broadcast_buffers=False)
+    with pytest.warns(FutureWarning, match="check_reduction is not needed"):
+        DistributedDataParallel(model, check_reduction=True)
+    return wrapped.forward_sync_buffers, wrapped.broadcast_buffers
+
+
+def test_deprecated_arguments_warn():
+    assert run_ranks(2, warns) == [(False, False)] * 2
+
+
+def accepted_without_effect(world):
+    wrapped = DistributedDataParallel(
+        nn.Linear(1, 1, bias=False), find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True
+    )
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return wrapped.module.weight.grad.item()
+
+
+def test_modes_that_are_not_needed_are_accepted():
+    assert run_ranks(2, accepted_without_effect) == [1.5, 1.5]
+
+
+def subgroups(world):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    wrapped = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=groups[world.rank % 2])
+    grads = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+        grads.append(wrapped.module.weight.grad.item())
+    return grads
+
+
+def test_groups_of_ranks_train_apart():
+    assert run_ranks(4, subgroups) == [[2.0, 2.0], [3.0, 3.0], [2.0, 2.0], [3.0, 3.0]]
+
+
+def mesh(world):
+    device_mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    wrapped = DistributedDataParallel(nn.Linear(1, 1, bias=False), device_mesh=device_mesh)
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return wrapped.module.weight.grad.item(), wrapped.device_mesh is device_mesh
+
+
+def test_a_device_mesh_instead_of_a_group():
+    assert run_ranks(2, mesh) == [(1.5, True)] * 2
+
+
+class Pickled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def saved_and_loaded(world):
+    wrapped = DistributedDataParallel(Pickled(), static_graph=True)
+    x = torch.ones(1, 1) * (world.rank + 1)
+    wrapped(x).backward()
+    file = io.BytesIO()
+    torch.save(wrapped, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    seen = []
+    for copied in (again, copy.deepcopy(wrapped), pickle.loads(pickle.dumps(again))):
+        copied.zero_grad()
+        copied(x).backward()
+        seen.append(copied.module.layer.weight.grad.item())
+    return seen
+
+
+def test_a_saved_wrapper_still_reduces_after_loading():
+    assert run_ranks(2, saved_and_loaded) == [[1.5] * 3] * 2
+
+
+def ignored(world):
+    model = nn.ModuleDict({"shared": nn.Linear(1, 1, bias=False), "own": nn.Linear(1, 1, bias=False)})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["own.weight"])
+    nn.init.constant_(model["own"].weight, world.rank)
+    wrapped = DistributedDataParallel(model)
+    x = torch.ones(1, 1) * (world.rank + 1)
+    for _ in range(2):
+        wrapped.zero_grad()
+        (model["shared"](x) + model["own"](x)).backward()
+    return model["own"].weight.item(), model["shared"].weight.grad.item(), model["own"].weight.grad.item()
+
+
+def test_ignored_parameters_stay_local():
+    assert run_ranks(2, ignored) == [(0.0, 1.5, 1.0), (1.0, 1.5, 2.0)]
