@@ -596,6 +596,22 @@ def test_gradients_zeroed_in_place_stay_in_place():
     assert places == (1, 1)
 
 
+def places_of_fresh_gradients(world):
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model)
+    places = []
+    for _ in range(6):
+        wrapped.zero_grad()
+        wrapped(inputs(world)).backward()
+        places.append([p.grad.data_ptr() for p in model.parameters()])
+    return places[1:]  # after the first step buckets are laid out anew
+
+
+def test_gradients_that_nobody_keeps_lie_in_the_same_memory_in_every_step():
+    for places in run_ranks(2, places_of_fresh_gradients):
+        assert places == [places[0]] * 5
+
+
 # -- when it goes wrong --------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# References to a bucket's view when nobody else has one: the list of views, the loop, the argument.
-_OWN_REFERENCES = 3
+# What sys.getrefcount(views[i]) gives when nobody else has the view: the list, and the argument.
+_OWN_REFERENCES = 2
 
 
 @dataclass
@@ -147,10 +147,10 @@ class Bucket:
         assert self._flat is not None
         if _num_storage_references(self._flat) > 1 + len(self._views):
             return True
+        views = self._views
         return any(
-            sys.getrefcount(view) > _OWN_REFERENCES
-            for member, view in zip(self.members, self._views, strict=True)
-            if member.param.grad is not view
+            sys.getrefcount(views[position]) > _OWN_REFERENCES and member.param.grad is not views[position]
+            for position, member in enumerate(self.members)
         )
 
     def _carve(self, flat: Tensor) -> list[Tensor]:

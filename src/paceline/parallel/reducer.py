@@ -89,11 +89,13 @@ class Reducer:
         """Runs whenever autograd has accumulated into ``param.grad``."""
         if not self.sync:
             return
-        current = self.open_round()
-        index = self._registry.index_of.get(param)
-        bucket = None if index is None else self._bucket_of[index]
-        if index is None or bucket is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
+        current = self._round
+        if current is None or current.is_abandoned():
+            current = self.open_round()
+        place = self._place_of.get(id(param))
+        if place is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
             return
+        index, bucket = place
         bucket.note_stream(param)
         if bucket.launched or index in current.arrived:
             return  # late, or once more: both are in param.grad, which is looked at later
@@ -139,8 +141,8 @@ class Reducer:
         trainable = [param.requires_grad for param in self._registry.params]
         # A frozen parameter may keep a gradient of earlier times: averaged as long as the plan has it, then left alone.
         used = [
-            has and (trains or planned is not None)
-            for has, trains, planned in zip(self._has_gradient(buckets), trainable, self._bucket_of, strict=True)
+            has and (trains or id(param) in self._place_of)
+            for has, trains, param in zip(self._has_gradient(buckets), trainable, self._registry.params, strict=True)
         ]
         mine = Control(used, [bucket.is_late() for bucket in buckets], changed)
         with self._explained(None):
@@ -229,10 +231,8 @@ class Reducer:
         params = self._registry.params
         self._planned_for = tuple(param.requires_grad for param in params)
         self._buckets = self._make_buckets([index for index in self._order if params[index].requires_grad])
-        self._bucket_of: list[Bucket | None] = [None] * len(params)
-        for bucket in self._buckets:
-            for index in bucket.indices:
-                self._bucket_of[index] = bucket
+        # By the parameter's id: a hook runs for each parameter in each step, and Python's hash of a tensor is slow.
+        self._place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
 
     def _make_buckets(self, indices: Sequence[int]) -> list[Bucket]:
         registry = self._registry
@@ -263,7 +263,10 @@ class Reducer:
 
     def _hook_parameters(self) -> None:
         """Hook each parameter once, frozen ones too: a hook outlives freezing, so no forward is needed to unfreeze."""
-        for param in self._registry.present():
+        present = list(self._registry.present())
+        for param in self._hooks.keys() - set(present):
+            self._hooks.pop(param).remove()
+        for param in present:
             if param in self._hooks or not (param.is_floating_point() or param.is_complex()):
                 continue
             frozen = not param.requires_grad
