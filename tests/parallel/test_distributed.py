@@ -229,7 +229,7 @@ def test_what_torch_refuses_is_refused():
             "Leave them out.",
         ),
         "negative cap": (PlanError, "bucket_cap_mb=-1: expected MiB, not less than 0."),
-        "two groups": (RuntimeError, "Give process_group or device_mesh, not both."),
+        "two groups": (RuntimeError, "Cannot specify both process_group and device_mesh arguments."),
     }
 
 
@@ -263,9 +263,16 @@ def test_deprecated_arguments_warn():
 
 def accepted_without_effect(world):
     wrapped = DistributedDataParallel(
-        nn.Linear(1, 1, bias=False), find_unused_parameters=True, static_graph=True, gradient_as_bucket_view=True
+        nn.Linear(1, 1, bias=False),
+        find_unused_parameters=True,
+        static_graph=True,
+        gradient_as_bucket_view=True,
+        skip_all_reduce_unused_params=True,
     )
+    wrapped._set_static_graph()
     wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    with pytest.raises(RuntimeError, match=r"^_set_static_graph\(\) should be called before training loop starts"):
+        wrapped._set_static_graph()
     return wrapped.module.weight.grad.item()
 
 

@@ -43,8 +43,9 @@ class DistributedDataParallel(Module):
         init_sync: copy the first rank's parameters and buffers to all. Names and shapes are compared in any case.
         process_group: the ranks that take part; by default all.
         bucket_cap_mb: MiB of gradients that travel together, 25 by default.
-        find_unused_parameters, static_graph, check_reduction, gradient_as_bucket_view: accepted and not needed: unused
-            parameters and changing graphs are always right, and gradients always lie in the buckets.
+        find_unused_parameters, static_graph, check_reduction, gradient_as_bucket_view, skip_all_reduce_unused_params:
+            accepted and not needed: unused parameters and changing graphs are always right, and gradients always lie in
+            the buckets.
         device_mesh: a one-dimensional mesh instead of ``process_group``.
         forward_sync_buffers: copy the first rank's buffers to all before each training forward. True by default.
     Raises:
@@ -72,6 +73,7 @@ class DistributedDataParallel(Module):
         static_graph: bool = False,
         *,
         device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
@@ -83,6 +85,7 @@ class DistributedDataParallel(Module):
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
         self.device_type = _check_params(params)
@@ -169,7 +172,11 @@ class DistributedDataParallel(Module):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
-        """Accepted as in torch; changing graphs are right anyway."""
+        """As in torch, before the first step only; it has no effect, since changing graphs are right anyway."""
+        if self._reducer is not None and self._reducer.has_run:
+            raise RuntimeError(
+                "_set_static_graph() should be called before training loop starts, not after a backward."
+            )
         self.static_graph = True
 
     def __getstate__(self) -> dict[str, Any]:
@@ -219,7 +226,7 @@ class DistributedDataParallel(Module):
 
 def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
     if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Give process_group or device_mesh, not both.")
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise RuntimeError(f"Only a one-dimensional device mesh is supported, but got {device_mesh}.")

@@ -48,7 +48,7 @@ class Reducer:
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
         self._round: Round | None = None
         self._failure = ""
-        self._arrival_known = False
+        self.has_run = False  # once it has, the order in which gradients arrive is known
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._order = list(range(len(registry.params)))[::-1]
         self._expected = [True] * len(registry.params)
@@ -188,7 +188,7 @@ class Reducer:
             told = self._hear(self._send_control([]))
             planned -= set(news)
             bases = self._set_aside(before, [name for name, ranks in news.items() if ranks < self._world_size])
-        elif not self._arrival_known:
+        elif not self.has_run:
             self._learn_order(current)
             self._replan()
         elif self._planned_for != tuple(param.requires_grad for param in registry.params):
@@ -259,7 +259,7 @@ class Reducer:
         with self._explained(None):
             dist.broadcast(order, group=self._channels.control, group_src=0)
         self._order = order.tolist()
-        self._arrival_known = True
+        self.has_run = True
 
     def _hook_parameters(self) -> None:
         """Hook each parameter once, frozen ones too: a hook outlives freezing, so no forward is needed to unfreeze."""
