@@ -8,12 +8,21 @@ import time
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the processes that tests start
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not keep forked ranks from using them
 
 import psutil
 import pytest
 import torch
 
 torch.set_num_threads(1)  # forked ranks could not use a pool of threads that this process had started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked ``cuda`` where there is no GPU."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "cuda" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
 
 
 @pytest.fixture(autouse=True)

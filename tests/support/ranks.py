@@ -27,10 +27,13 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 30.0,
     join: bool = True,
+    backend: str = "gloo",
+    device: str = "cpu",
 ) -> list[Any]:
-    """Call ``fn(world, *args)`` on ``world_size`` forked ranks of a Gloo world.
+    """Call ``fn(world, *args)`` on ``world_size`` forked ranks of one world.
 
     Args:
+        backend, device: as for ``paceline.init``.
         join: False calls ``fn(rank, world_size, directory, *args)`` instead, with a directory that the ranks share, for
             tests that start the world themselves.
     Returns:
@@ -42,7 +45,9 @@ def run_ranks(
         pipes = [_FORK.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
             _FORK.Process(
-                target=_run, args=(rank, world_size, directory, pipes[rank][1], join, fn, args), name=f"rank {rank}"
+                target=_run,
+                args=(rank, world_size, directory, pipes[rank][1], join, backend, device, fn, args),
+                name=f"rank {rank}",
             )
             for rank in range(world_size)
         ]
@@ -87,6 +92,8 @@ def _run(
     directory: str,
     pipe: Connection,
     join: bool,
+    backend: str,
+    device: str,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -94,7 +101,9 @@ def _run(
     try:
         if join:
             rendezvous = pathlib.Path(directory, "rendezvous").as_uri()
-            with paceline.init("gloo", rendezvous, rank=rank, world_size=world_size, timeout=20, device="cpu") as world:
+            with paceline.init(
+                backend, rendezvous, rank=rank, world_size=world_size, timeout=20, device=device
+            ) as world:
                 result = fn(world, *args)
         else:
             result = fn(rank, world_size, directory, *args)

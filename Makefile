@@ -1,0 +1,39 @@
+# Two commands for users: `make demo` and `make test`. One for contributors: `make check`.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+
+.PHONY: install demo test check format clean
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+# Trains on two ranks, then the same global batches in one process, and compares the parameters.
+demo: install
+	@rm -rf $(VENV)/demo && mkdir $(VENV)/demo
+	@echo "Two ranks:"
+	@$(BIN)/paceline run -n 2 examples/digits.py --save $(VENV)/demo/two.pt
+	@echo "One process, on the same global batches:"
+	@$(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt
+	@$(BIN)/python examples/compare.py $(VENV)/demo/two.pt $(VENV)/demo/one.pt
+
+test: install
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+check: install
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) -m "not slow"
+
+format: install
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,84 @@
+"""Who may import whom: the picture in docs/architecture.md, held by a test."""
+
+import ast
+import pathlib
+import re
+from collections.abc import Iterator
+
+import pytest
+
+PROJECT = pathlib.Path(__file__).parents[2]
+SOURCE = PROJECT / "src" / "paceline"
+
+# The ground: files that every room may use. A ground file uses only those before it.
+GROUND = ["errors", "environment", "rendezvous", "world"]
+
+# What each room may import besides itself and the ground.
+ROOMS = {
+    "plan": set(),
+    "parallel": {"plan"},
+    "data": set(),
+    "launch": set(),
+    "cli": {"plan", "parallel", "data", "launch"},
+}
+
+
+def imports_of(path: pathlib.Path) -> Iterator[str]:
+    """The second component of each ``paceline.x.y`` that the file imports, wherever in it the import stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("paceline."))
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            first, _, rest = node.module.partition(".")
+            if first == "paceline":
+                yield from [rest.split(".")[0]] if rest else [name.name for name in node.names]
+
+
+def ground_files() -> list[pathlib.Path]:
+    return [path for path in SOURCE.glob("*.py") if path.stem not in ("__init__", "__main__")]
+
+
+def test_every_file_and_folder_is_a_known_room():
+    folders = {path.name for path in SOURCE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert folders == set(ROOMS)
+    assert {path.stem for path in ground_files()} == set(GROUND)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_itself_the_ground_and_what_its_row_names(room):
+    allowed = {room, *GROUND, *ROOMS[room]}
+    for path in (SOURCE / room).rglob("*.py"):
+        assert set(imports_of(path)) <= allowed, f"{path.relative_to(PROJECT)} imports more than {sorted(allowed)}"
+
+
+def test_a_ground_file_imports_only_ground_files_before_it():
+    for path in ground_files():
+        earlier = set(GROUND[: GROUND.index(path.stem)])
+        assert set(imports_of(path)) <= earlier, f"{path.name} imports more than {sorted(earlier)}"
+
+
+def test_plans_know_nothing_of_torch():
+    for path in (SOURCE / "plan").rglob("*.py"):
+        assert not re.search(r"^\s*(import|from) torch\b", path.read_text(), re.MULTILINE), path
+
+
+def test_only_the_ground_and_the_launcher_read_the_variables_of_ranks():
+    names = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)["']""")
+    readers = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if names.search(path.read_text())}
+    assert readers == {"environment.py", "launch/environment.py"}
+
+
+def test_the_architecture_page_shows_every_room():
+    page = (PROJECT / "docs" / "architecture.md").read_text()
+    for name in [*(f"{room}/" for room in ROOMS), *(f"{stem}.py" for stem in GROUND)]:
+        assert re.search(rf"^ +{re.escape(name)} ", page, re.MULTILINE), f"docs/architecture.md does not show {name}"
+
+
+def test_no_module_is_a_catch_all():
+    banned = {"utils", "util", "helpers", "helper", "manager", "misc", "common", "handle"}
+    assert not banned & {path.stem for path in PROJECT.glob("src/**/*.py")}
+
+
+@pytest.mark.parametrize("path", sorted(SOURCE.rglob("*.py")), ids=lambda path: path.relative_to(SOURCE).as_posix())
+def test_every_module_says_what_it_is_for(path):
+    assert ast.get_docstring(ast.parse(path.read_text()))
