@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support.ranks import run_ranks
 from torch import nn
 
 from paceline import DistributedDataParallel
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.cuda
 
