@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -25,7 +26,12 @@ def start(arguments: Sequence[str], *, env: Mapping[str, str | None] | None = No
     changed = {**os.environ, **(env or {})}
     kept = {name: value for name, value in changed.items() if value is not None}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(list(arguments), env=kept, **{**pipes, **options})
+
+    # The tests may run in the background, where a shell has SIGINT ignored.
+    def heed_interrupts() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    return subprocess.Popen(list(arguments), env=kept, preexec_fn=heed_interrupts, **{**pipes, **options})
 
 
 def run_command(
@@ -58,11 +64,8 @@ def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
 
 def processes_with(marker: str) -> list[int]:
     """Pids of live processes whose command line holds ``marker``; a test's temporary folder is a good one."""
-    found = []
-    for entry in pathlib.Path("/proc").iterdir():
-        if entry.name.isdigit() and marker in _command_line(entry):
-            found.append(int(entry.name))
-    return found
+    entries = [entry for entry in pathlib.Path("/proc").iterdir() if entry.name.isdigit()]
+    return [int(entry.name) for entry in entries if marker in _command_line(entry)]
 
 
 def _command_line(process: pathlib.Path) -> str:

@@ -1,0 +1,45 @@
+"""The ``paceline`` command.
+
+Its invariant: what a command needs is imported when the command runs, so ``paceline --help`` is instant, and an error
+of ours is one line and exit code 2, never a traceback.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+import paceline
+from paceline.cli.run import run
+from paceline.errors import PacelineError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(paceline.__version__, prog_name="paceline")
+def command() -> None:
+    """Train a PyTorch script on many devices."""
+
+
+command.add_command(run)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line ``args`` (by default the process's own), and exit with its code."""
+    try:
+        status = command.main(args, prog_name="paceline", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        status = error.exit_code
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx is not None else "paceline"
+        status = _fail(f"{error.format_message()} (see `{where} --help`)")
+    except click.Abort:
+        status = 130
+    except PacelineError as error:
+        status = _fail(str(error))
+    sys.exit(status)
+
+
+def _fail(message: str) -> int:
+    click.echo(f"paceline: {message}", err=True)
+    return 2

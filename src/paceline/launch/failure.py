@@ -1,0 +1,127 @@
+"""Which rank failed first, and how that is told. Pure functions of what was seen.
+
+The first failure is the one that explains the others, so a rank that died without a word comes before peers that
+merely raised at about the same time: they raised because the connection to it broke.
+"""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# How far apart a death and the exceptions that it causes in other ranks are seen.
+SETTLE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank told before it ended.
+
+    Args:
+        kind: "raised", "exit" (``sys.exit`` with other than success) or "interrupt" (KeyboardInterrupt).
+        code: the exit code that follows from it, or minus the signal.
+        at_s: when, on the clock that all processes of a host share.
+        summary: one line.
+        text: the traceback as python prints it, or the message given to ``sys.exit``.
+    """
+
+    kind: str
+    code: int
+    at_s: float
+    summary: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Args:
+        code: its exit code, or minus the signal that killed it.
+        at_s: when it was seen to have ended.
+        report: what it told before, if anything.
+        was_stopped: the launcher had asked it to stop before its failure was known.
+    """
+
+    rank: int
+    code: int
+    at_s: float
+    report: Report | None = None
+    was_stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.code != 0 or self.report is not None
+
+    @property
+    def failed_at_s(self) -> float:
+        return self.at_s if self.report is None else self.report.at_s
+
+    @property
+    def exit_status(self) -> int:
+        """As a shell gives it: 128 plus the number of the signal."""
+        return 128 - self.code if self.code < 0 else self.code or 1
+
+
+def first_failure(endings: Sequence[Ending]) -> Ending | None:
+    """The failure to blame; None if no rank failed by itself."""
+    own = sorted((e for e in endings if e.failed and not e.was_stopped), key=lambda e: e.failed_at_s)
+    if not own:
+        return None
+    wordless = [e for e in own if e.report is None and e.failed_at_s - own[0].failed_at_s <= SETTLE_S]
+    return (wordless or own)[0]
+
+
+def describe(endings: Sequence[Ending], first: Ending) -> str:
+    """The text that ends the launch: what is collateral, one line each, then the first failure with its traceback."""
+    lines = [
+        f"paceline: rank {ending.rank} failed too (collateral), {_cause(ending)}"
+        for ending in sorted(endings, key=lambda e: e.rank)
+        if ending.failed and ending is not first and not _is_mere_stop(ending)
+    ]
+    stopped = [ending.rank for ending in endings if ending.failed and ending is not first and _is_mere_stop(ending)]
+    if stopped:
+        lines.append(f"paceline: {_name_ranks(stopped)} stopped by the launcher (collateral)")
+    if first.report is None or not first.report.text:
+        lines.append(f"paceline: rank {first.rank} failed first, {_cause(first)}")
+    else:
+        lines.append(f"paceline: rank {first.rank} failed first, {_code(first.code)}:")
+        lines.append(first.report.text.rstrip("\n"))
+    return "\n".join(lines) + "\n"
+
+
+def in_red(text: str) -> str:
+    """``text`` as a terminal shows it in red."""
+    return f"\x1b[31m{text.removesuffix(chr(10))}\x1b[0m\n"
+
+
+def _is_mere_stop(ending: Ending) -> bool:
+    return ending.was_stopped and (ending.report is None or ending.report.kind != "raised")
+
+
+def _cause(ending: Ending) -> str:
+    if ending.report is None or ending.report.kind == "exit":
+        return _code(ending.code)
+    return f"{_code(ending.code)}: {ending.report.summary}"
+
+
+def _code(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
+    return f"killed by {name}{hint}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 0, 2-5``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    named = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"

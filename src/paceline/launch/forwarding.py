@@ -1,0 +1,120 @@
+"""Forwards what the ranks print to the launcher's own output, as fast as that is read and no faster."""
+
+import os
+import time
+from collections.abc import Callable
+
+from paceline.launch.loop import READ, WRITE, Loop
+from paceline.launch.plumbing import Outlet, copy_window_size, is_selectable
+from paceline.launch.server import Ends
+
+_READ_BYTES = 1 << 16
+# After a rank has ended: how long its output must be still before it is closed, and how long it may go on at most,
+# since a process that the rank left behind may hold it open, or write, for ever.
+_STILL_S = 0.1
+_DRAIN_S = 1.0
+
+
+class Forwarder:
+    """All channels and outlets of a launch.
+
+    Args:
+        loop: what watches the descriptors.
+        outlets: the launcher's own output.
+        on_closed: called once, when a reader of stdout has gone away.
+    """
+
+    def __init__(self, loop: Loop, outlets: list[Outlet], on_closed: Callable[[], None]) -> None:
+        self._loop = loop
+        self._outlets = outlets
+        self._on_closed = on_closed
+        self._is_closed = False
+        self._channels: dict[int, tuple[int, Outlet]] = {}  # by reading end: rank and outlet
+        self._last_read_s: dict[int, float] = {}
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the ranks have nothing more to say."""
+        return not self._channels
+
+    @property
+    def is_flushed(self) -> bool:
+        """Whether all that they have said is written."""
+        return all(outlet.is_empty for outlet in self._outlets)
+
+    def attach(self, ends: Ends) -> None:
+        for fd, outlet in ends.outputs.items():
+            self._channels[fd] = (ends.rank, outlet)
+            self._loop.watch(fd, READ, lambda fd=fd: self._read(fd))  # type: ignore[misc]
+
+    def rank_ended(self, rank: int) -> None:
+        """Close the rank's channels once they are still: all that it wrote itself is there by now."""
+        ended_s = time.monotonic()
+        for fd in [fd for fd, (owner, _) in self._channels.items() if owner == rank]:
+            self._loop.call_later(_STILL_S, lambda fd=fd: self._close_if_still(fd, ended_s))  # type: ignore[misc]
+
+    def follow_window(self) -> None:
+        for fd, (_, outlet) in self._channels.items():
+            if outlet.is_terminal:
+                copy_window_size(outlet.fd, fd)
+
+    def _read(self, fd: int) -> None:
+        rank, outlet = self._channels[fd]
+        try:
+            data = os.read(fd, _READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # how a terminal says that nobody holds its other end
+            data = b""
+        if not data:
+            self._close(fd)
+            return
+        self._last_read_s[fd] = time.monotonic()
+        self._put(outlet, outlet.interleaver.feed(rank, data))
+
+    def _close_if_still(self, fd: int, ended_s: float) -> None:
+        if fd not in self._channels:
+            return
+        now = time.monotonic()
+        is_held_up = not self._loop.is_watched(fd)
+        is_still = now - self._last_read_s.get(fd, ended_s) >= _STILL_S
+        if not is_held_up and (is_still or now - ended_s > _DRAIN_S):
+            self._close(fd)
+        else:
+            self._loop.call_later(_STILL_S, lambda: self._close_if_still(fd, ended_s))
+
+    def _close(self, fd: int) -> None:
+        rank, outlet = self._channels.pop(fd)
+        self._loop.unwatch(fd)
+        os.close(fd)
+        self._put(outlet, outlet.interleaver.finish(rank))
+
+    def _put(self, outlet: Outlet, data: bytes) -> None:
+        outlet.put(data)
+        if not is_selectable(outlet.fd):
+            while not outlet.is_empty:
+                outlet.write_some(len(data))
+        elif not outlet.is_empty and not self._loop.is_watched(outlet.fd):
+            self._loop.watch(outlet.fd, WRITE, lambda: self._write(outlet))
+        self._note_broken(outlet)
+        if outlet.is_full:
+            for fd in self._channels_of(outlet):
+                self._loop.unwatch(fd)
+
+    def _write(self, outlet: Outlet) -> None:
+        outlet.write_some()
+        self._note_broken(outlet)
+        if outlet.is_empty:
+            self._loop.unwatch(outlet.fd)
+        if not outlet.is_full:
+            for fd in self._channels_of(outlet):
+                if not self._loop.is_watched(fd):
+                    self._loop.watch(fd, READ, lambda fd=fd: self._read(fd))  # type: ignore[misc]
+
+    def _channels_of(self, outlet: Outlet) -> list[int]:
+        return [fd for fd, (_, where) in self._channels.items() if where is outlet]
+
+    def _note_broken(self, outlet: Outlet) -> None:
+        if outlet.is_broken and "stdout" in outlet.streams and not self._is_closed:
+            self._is_closed = True
+            self._on_closed()

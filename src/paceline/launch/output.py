@@ -1,0 +1,90 @@
+"""Many ranks' output in one stream, each line whole and, from the second speaker on, marked with its rank.
+
+While one rank alone speaks its bytes pass untouched, so progress bars and prompts look as they do without a launcher.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+# A line that grows longer than this is cut, so that no rank's output is held in memory without end.
+_LONGEST_LINE_BYTES = 1 << 20
+
+
+@dataclass
+class Interleaver:
+    """Joins the ranks' pieces of one stream.
+
+    All streams of a launch share one ``Speakers``: marks begin on stderr too when the second rank speaks on stdout.
+
+    Args:
+        speakers: who has spoken so far.
+        is_terminal: a carriage return ends a line too, so that progress bars of several ranks stay apart.
+    """
+
+    speakers: "Speakers"
+    is_terminal: bool = False
+    _held: dict[int, bytes] = field(default_factory=dict)
+    _line_is_open: bool = False
+
+    def feed(self, rank: int, data: bytes) -> bytes:
+        """What is to be written now that ``rank`` has said ``data``; nothing is lost, but a part may be held back."""
+        if not data:
+            return b""
+        self.speakers.add(rank)
+        if not self.speakers.several:
+            self._line_is_open = not data.endswith(b"\n")
+            return data
+        data = self._held.pop(rank, b"") + data
+        whole, rest = self._split(data)
+        if len(rest) > _LONGEST_LINE_BYTES:
+            whole, rest = data + b"\n", b""
+        if rest:
+            self._held[rank] = rest
+        return self.close_line() + self._mark(rank, whole)
+
+    def finish(self, rank: int) -> bytes:
+        """What ``rank`` still had to say, now that its end of the stream is closed."""
+        rest = self._held.pop(rank, b"")
+        if not rest:
+            return b""
+        return self.close_line() + self._mark(rank, rest if rest.endswith(b"\r") else rest + b"\n")
+
+    def close_line(self) -> bytes:
+        """What ends a line that was begun while one rank alone spoke."""
+        was_open, self._line_is_open = self._line_is_open, False
+        return b"\n" if was_open else b""
+
+    def _split(self, data: bytes) -> tuple[bytes, bytes]:
+        """``data`` up to its last line end, and the rest. A last ``\\r`` waits: it may be half of ``\\r\\n``."""
+        end = data.rfind(b"\n")
+        if self.is_terminal:
+            end = max(end, data.rfind(b"\r", 0, len(data) - 1))
+        return data[: end + 1], data[end + 1 :]
+
+    def _mark(self, rank: int, whole: bytes) -> bytes:
+        if not whole:
+            return b""
+        mark = self.speakers.mark(rank)
+        if self.is_terminal:
+            lines = re.findall(rb"[^\r\n]*(?:\r\n|\n|\r)", whole)
+            return b"".join(mark + line for line in lines if line != b"\r")
+        return mark + whole[:-1].replace(b"\n", b"\n" + mark) + whole[-1:]
+
+
+@dataclass
+class Speakers:
+    """Which ranks have said anything, and how each is marked once there are several."""
+
+    num_ranks: int
+    _first: int | None = None
+    several: bool = False
+
+    def add(self, rank: int) -> None:
+        if self._first is None:
+            self._first = rank
+        elif rank != self._first:
+            self.several = True
+
+    def mark(self, rank: int) -> bytes:
+        width = len(str(self.num_ranks - 1))
+        return f"[{rank:>{width}}]: ".encode()

@@ -1,0 +1,102 @@
+"""What carries bytes between the processes: a channel from each rank, and an outlet to the launcher's own output.
+
+An outlet never blocks the launcher: a reader that stands still (a pager) holds the ranks up, but not Ctrl-C.
+"""
+
+import contextlib
+import fcntl
+import os
+import pty
+import select
+import stat
+import termios
+import tty
+from dataclasses import dataclass, field
+
+from paceline.launch.output import Interleaver, Speakers
+
+# A pipe or terminal that select finds writable takes this many bytes without blocking.
+_SAFE_WRITE_BYTES = select.PIPE_BUF
+_FULL_BYTES = 1 << 20
+
+
+@dataclass(eq=False)
+class Outlet:
+    """One of the launcher's own output streams, or both where they lead to the same place."""
+
+    fd: int
+    streams: tuple[str, ...]
+    interleaver: Interleaver
+    is_broken: bool = False
+    _waiting: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_terminal(self) -> bool:
+        return self.interleaver.is_terminal
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._waiting) >= _FULL_BYTES
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._waiting
+
+    def put(self, data: bytes) -> None:
+        if not self.is_broken:
+            self._waiting += data
+
+    def write_some(self, most: int = _SAFE_WRITE_BYTES) -> None:
+        """Write what can be written without blocking. A reader that has gone away is noted, not raised."""
+        try:
+            written = os.write(self.fd, self._waiting[:most])
+        except BlockingIOError:
+            return
+        except OSError:
+            self.is_broken = True
+            self._waiting.clear()
+            return
+        del self._waiting[:written]
+
+
+def open_outlets(num_ranks: int) -> list[Outlet]:
+    """Outlets for stdout and stderr; one for both where they are the same file, so that their order is kept."""
+    speakers = Speakers(num_ranks)
+    one, two = os.fstat(1), os.fstat(2)
+    same = (one.st_dev, one.st_ino, one.st_rdev) == (two.st_dev, two.st_ino, two.st_rdev)
+    parts = [(1, ("stdout", "stderr"))] if same else [(1, ("stdout",)), (2, ("stderr",))]
+    return [Outlet(fd, streams, Interleaver(speakers, os.isatty(fd))) for fd, streams in parts]
+
+
+def open_standard_streams() -> None:
+    """Give descriptors 0 to 2 that the caller closed a meaning, before a pipe takes their numbers."""
+    while True:
+        fd = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+        if fd > 2:
+            os.close(fd)
+            return
+        os.set_inheritable(fd, True)
+
+
+def open_channel(outlet: Outlet) -> tuple[int, int]:
+    """The reading and the writing end of a rank's stream: a terminal if the launcher has one there, else a pipe."""
+    if not outlet.is_terminal:
+        reader, writer = os.pipe()
+    else:
+        reader, writer = pty.openpty()
+        tty.setraw(writer)  # the real terminal translates line ends, once
+        copy_window_size(outlet.fd, reader)
+    os.set_blocking(reader, False)
+    return reader, writer
+
+
+def copy_window_size(terminal: int, channel: int) -> None:
+    with contextlib.suppress(OSError):
+        size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
+        fcntl.ioctl(channel, termios.TIOCSWINSZ, size)
+
+
+def is_selectable(fd: int) -> bool:
+    """Whether the kernel can tell when ``fd`` takes more; a file, or /dev/null, always does."""
+    mode = os.fstat(fd).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)

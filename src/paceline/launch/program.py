@@ -1,0 +1,85 @@
+"""The user's program as ``__main__``: what ``python script.py``, ``python -m module`` and ``python folder`` do.
+
+A script cannot tell the difference: its globals, ``sys.argv``, ``sys.path`` and traceback are the same, so pickling its
+classes and starting workers by any method work as ever.
+"""
+
+import builtins
+import os
+import runpy
+import sys
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from paceline.launch.report import Reporter, deliver_through
+from paceline.launch.spec import is_container
+
+
+@dataclass(frozen=True)
+class Program:
+    """One rank's program; ``run`` is called last thing in the process, and lets what ends the program end python."""
+
+    target: str
+    args: tuple[str, ...]
+    is_module: bool
+    reporter: Reporter
+
+    def run(self) -> None:
+        before_c = sys.orig_argv[: sys.orig_argv.index("-c")]
+        sys.orig_argv[:] = [*before_c, *(["-m"] if self.is_module else []), self.target, *self.args]
+        sys.argv[:] = ["-m" if self.is_module else self.target, *self.args]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        main.__dict__.update(__builtins__=builtins, __annotations__={})
+        try:
+            if self.is_module:
+                _put_first_on_path(os.getcwd())
+                _run_as_main(self.target, alter_argv=True)
+            elif is_container(self.target):
+                sys.path.insert(0, _absolute(self.target))
+                _run_as_main("__main__", alter_argv=False)
+            else:
+                _put_first_on_path(os.path.dirname(os.path.realpath(self.target)))
+                exec(_load_script(main, _absolute(self.target)), main.__dict__)
+        except SystemExit as error:
+            self.reporter.exited(error)
+            raise
+        except BaseException as error:
+            deliver_through(self.reporter, error, _frames_of_program(error))
+            raise
+
+
+def _put_first_on_path(folder: str) -> None:
+    if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
+        sys.path.insert(0, folder)
+
+
+def _absolute(path: str) -> str:
+    """As python writes ``__file__``: absolute, but not normalised."""
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
+def _run_as_main(module: str, *, alter_argv: bool) -> None:
+    run: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run(module, alter_argv)
+
+
+def _load_script(main: ModuleType, path: str) -> CodeType:
+    kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+    loader = kind("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
+    if isinstance(loader, SourceFileLoader):
+        return loader.source_to_code(loader.get_data(path), path)
+    code = loader.get_code("__main__")
+    assert code is not None
+    return code
+
+
+def _frames_of_program(error: BaseException) -> TracebackType | None:
+    """The traceback without the launcher's own frames on top, or those of the compiler that python would not show."""
+    frames = error.__traceback__
+    hidden = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    while frames is not None and frames.tb_frame.f_code.co_filename in hidden:
+        frames = frames.tb_next
+    return frames

@@ -1,0 +1,80 @@
+import signal
+
+from paceline.launch.failure import Ending, Report, describe, first_failure, in_red
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom\n'
+
+
+def raised(rank: int, at_s: float, *, was_stopped: bool = False) -> Ending:
+    return Ending(rank, 1, at_s + 0.1, Report("raised", 1, at_s, "ValueError: boom", TRACEBACK), was_stopped)
+
+
+def died(rank: int, at_s: float, signum: int = signal.SIGKILL, *, was_stopped: bool = False) -> Ending:
+    return Ending(rank, -signum, at_s, None, was_stopped)
+
+
+def test_no_failure_is_none():
+    assert first_failure([Ending(0, 0, 1.0), Ending(1, 0, 2.0)]) is None
+
+
+def test_the_earliest_failure_is_first():
+    early = raised(1, 1.0)
+    assert first_failure([raised(0, 2.0), early, Ending(2, 0, 0.5)]) is early
+
+
+def test_a_silent_death_comes_before_exceptions_of_the_same_moment():
+    death = died(2, 1.1)
+    assert first_failure([raised(0, 1.0), raised(1, 1.05), death]) is death
+
+
+def test_a_silent_death_much_later_is_a_consequence():
+    cause = raised(0, 1.0)
+    assert first_failure([cause, died(1, 1.3)]) is cause
+
+
+def test_what_the_launcher_stopped_is_never_first():
+    cause = raised(1, 1.0)
+    assert first_failure([died(0, 1.01, signal.SIGTERM, was_stopped=True), cause]) is cause
+
+
+def test_the_status_is_the_exit_code_or_128_plus_the_signal():
+    assert Ending(0, 42, 1.0).exit_status == 42
+    assert died(0, 1.0).exit_status == 137
+    assert Ending(0, 0, 1.0, Report("raised", 1, 1.0, "ValueError", TRACEBACK)).exit_status == 1
+
+
+def test_collateral_is_one_line_each_and_the_first_traceback_last():
+    first = raised(1, 1.0)
+    others = [died(n, 2.0, signal.SIGTERM, was_stopped=True) for n in (0, 3, 4)]
+    assert describe([*others, first, raised(2, 1.1)], first) == (
+        "paceline: rank 2 failed too (collateral), exit code 1: ValueError: boom\n"
+        "paceline: ranks 0, 3-4 stopped by the launcher (collateral)\n"
+        "paceline: rank 1 failed first, exit code 1:\n" + TRACEBACK
+    )
+
+
+def test_an_exception_after_the_stop_is_shown_but_collateral():
+    first = died(1, 1.0, signal.SIGSEGV)
+    text = describe([raised(0, 1.1, was_stopped=True), first], first)
+    assert text == (
+        "paceline: rank 0 failed too (collateral), exit code 1: ValueError: boom\n"
+        "paceline: rank 1 failed first, killed by SIGSEGV\n"
+    )
+
+
+def test_an_exit_says_its_code_and_its_message():
+    silent = Ending(0, 42, 1.1, Report("exit", 42, 1.0, "SystemExit: 42", ""))
+    assert describe([silent], silent) == "paceline: rank 0 failed first, exit code 42\n"
+    wordy = Ending(0, 1, 1.1, Report("exit", 1, 1.0, "SystemExit: no data", "no data\n"))
+    assert describe([wordy], wordy) == "paceline: rank 0 failed first, exit code 1:\nno data\n"
+
+
+def test_sigkill_names_its_common_cause():
+    first = died(0, 1.0)
+    assert describe([first], first) == (
+        "paceline: rank 0 failed first, killed by SIGKILL (the kernel does so when memory runs out)\n"
+    )
+
+
+def test_red_ends_before_the_line_does():
+    assert in_red("a\nb\n") == "\x1b[31ma\nb\x1b[0m\n"
