@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported, here and in the processes that tests start
+# For each connection, torch asks a name server for the name of ::ffff:127.0.0.1; a lost answer costs five seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # looking for GPUs must not keep forked ranks from using them
 
 import psutil

@@ -1,17 +1,23 @@
 """``init``, ``shutdown`` and the ``World`` between them: who takes part, on which device, over which backend.
 
 A world of one is a world like any other: it has a process group, and every method does what it says.
+
+The invariant: what ``init`` has made, ``shutdown`` ends, and nothing else. A process group that somebody else has made
+is used and left; in a forked child, the parent's world and group are the parent's.
 """
 
 import atexit
 import contextlib
+import dataclasses
 import hashlib
+import math
 import os
 import random
 import sys
+import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -21,11 +27,15 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from paceline.devices import check_backend, check_device, choose_device
 from paceline.environment import Placement, read_placement
-from paceline.errors import BarrierTimeoutError, PeerError, WorldError
-from paceline.rendezvous import Meeting, Peer, meet, rank_and_size_of
+from paceline.errors import BarrierTimeoutError, EnvironmentVariableError, PeerError, WorldError
+from paceline.rendezvous import Meeting, Method, Peer, meet, parse_method
+from paceline.rendezvous.forks import forget_group_of_parent, make_immortal
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's
+
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _current: "World | None" = None
 
@@ -55,6 +65,9 @@ class World:
     backend: str
     _meeting: Meeting = field(repr=False)
     _timeout_s: float = field(repr=False)
+    _group: object = field(default=None, repr=False)  # the default process group
+    _hooks: tuple[_Hook, _Hook] | None = field(default=None, repr=False)  # see _end; None for a group of others
+    _pid: int = field(default_factory=os.getpid, repr=False)
     _calls: Counter[str] = field(default_factory=Counter, repr=False)  # tells one barrier from the next
     _own_seed: list[int] = field(default_factory=list, repr=False)  # what the ranks' streams part with, if seeded
 
@@ -72,19 +85,21 @@ class World:
             timeout: seconds or a timedelta; by default that of ``init``.
         Raises:
             BarrierTimeoutError: the deadline passed; the message names the ranks that did not come.
-            PeerError: a rank on this host died.
+            PeerError: a rank left the job, or died where this process can tell; the message says why, if it said.
         """
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
-        key = self._next("barrier")
-        self._meeting.store.set(f"{key}/{self.rank}", "")
+        number = self._count("barrier")
 
         def late(names: str) -> Exception:
             return BarrierTimeoutError(
-                f"rank {self.rank}: {names} of {self.world_size} did not reach barrier number {key.split('#')[1]} "
-                f"within {timeout_s:g} s. Look where they are; all ranks must call barrier() equally often."
+                f"rank {self.rank}: {names} of {self.world_size} did not reach barrier number {number} within "
+                f"{timeout_s:g} s. Look where they are; all ranks must call barrier() equally often."
             )
 
-        self._meeting.await_ranks(range(self.world_size), key, timeout_s, late=late)
+        self._meeting.announce(f"barrier/#{number}")
+        self._meeting.await_ranks(range(self.world_size), f"barrier/#{number}", timeout_s, late=late)
+        if number > 1:  # who has reached this one has passed the last one
+            self._meeting.forget(f"barrier/#{number - 1}")
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
@@ -93,18 +108,18 @@ class World:
         For what must happen once a host, such as unpacking data; the others then find it done.
 
         Raises:
-            PeerError: on the others, if the block raised in the first; the message carries its traceback.
+            PeerError: on the others, if the block raised in the first (the message carries its traceback) or it died.
             BarrierTimeoutError: the first did not finish within ``init``'s timeout.
         """
-        key = self._next("main_first")
-        first = next(rank for rank in range(self.world_size) if self._is_first_of_my_node(rank))
+        key = f"main_first/#{self._count('main_first')}"
+        first = self._first_of_my_node()
         if self.rank == first:
             try:
                 yield
             except BaseException:
-                self._meeting.store.set(f"{key}/{first}", traceback.format_exc())
+                self._meeting.announce(key, traceback.format_exc())
                 raise
-            self._meeting.store.set(f"{key}/{first}", "")
+            self._meeting.announce(key)
             return
 
         def late(name: str) -> Exception:
@@ -114,7 +129,7 @@ class World:
             )
 
         self._meeting.await_ranks([first], key, self._timeout_s, late=late)
-        if error := self._meeting.store.get(f"{key}/{first}").decode():
+        if error := self._meeting.read(key, first):
             raise PeerError(f"rank {self.rank}: the main_first block failed on rank {first}, which reports:\n{error}")
         yield
 
@@ -135,10 +150,10 @@ class World:
         Returns:
             This rank's own seed, derived from ``n`` and the rank.
         Raises:
-            ValueError: ``n`` is out of range.
+            WorldError: ``n`` is out of range.
         """
         if not 0 <= n < 2**63:
-            raise ValueError(f"seed({n}): expected an integer from 0 to 2**63 - 1.")
+            raise WorldError(f"seed({n}): expected an integer from 0 to 2**63 - 1.")
         digest = hashlib.blake2b(f"{n}/{self.rank}".encode(), digest_size=8).digest()
         own = int.from_bytes(digest, "big") >> 1
         random.seed(own)
@@ -157,14 +172,21 @@ class World:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if _current is self:
-            _end(wait=error is None)
+            _end(wait=not _is_failure(error), last_words=_last_words(error))
 
-    def _next(self, name: str) -> str:
+    def _count(self, name: str) -> int:
+        if self._pid != os.getpid():
+            raise WorldError(
+                f"this process was forked from rank {self.rank} and is no rank itself. Call {name} in the rank, or "
+                "init() here for a world of its own."
+            )
         self._calls[name] += 1
-        return f"{name}/#{self._calls[name]}"
+        return self._calls[name]
 
-    def _is_first_of_my_node(self, rank: int) -> bool:
-        return self._meeting.peers[rank].node == self._meeting.peers[self.rank].node
+    def _first_of_my_node(self) -> int:
+        peers = self._meeting.peers
+        mine = [rank for rank in range(self.world_size) if peers[rank].node == peers[self.rank].node]
+        return min(mine, key=lambda rank: (peers[rank].local_rank or 0, rank))
 
 
 def init(
@@ -179,13 +201,14 @@ def init(
     """Join the job that the environment describes, or make a world of one where it describes none.
 
     Understood are torchrun's variables (``paceline run`` sets the same), Slurm's and MPI's. Where torch.distributed has
-    been initialised already, its default group is taken over.
+    been initialised already, its default group is taken over, on all ranks; ``shutdown`` then leaves that group to
+    whoever made it. Called again, this returns the world that exists.
 
     Args:
         backend: ``auto`` is nccl (with gloo for CPU tensors) where the device is a GPU, else gloo. Or any name that
             ``torch.distributed.init_process_group`` takes.
         init_method: ``env://`` (the default), ``tcp://HOST:PORT`` or ``file:///PATH``.
-        world_size, rank: where the environment does not say.
+        world_size, rank: where the environment does not say, or against what it says.
         timeout: seconds or a timedelta, for joining and for every collective later; torch's 30 minutes by default.
         device: ``auto`` is ``cuda:local_rank`` where there is CUDA, else ``cpu``.
     Returns:
@@ -193,23 +216,27 @@ def init(
     Raises:
         EnvironmentVariableError: a launcher's variables are incomplete or contradict each other.
         RendezvousError: not all ranks came before the deadline.
-        WorldError: arguments that cannot be honoured here, or a world that exists already.
+        PeerError: a rank came, and died before all had.
+        WorldError: arguments that cannot be honoured here, or given to a world that exists already.
     """
     global _current
     timeout_s = _seconds(_DEFAULT_TIMEOUT if timeout is None else timeout)
-    if _current is not None and not dist.is_initialized():
-        _end(wait=False)  # torch's destroy_process_group was called in shutdown's place
+    _drop_what_is_not_ours()
     if dist.is_initialized():
-        if (backend, init_method, world_size, rank) != ("auto", None, None, None):
+        given = (backend, init_method, world_size, rank) != ("auto", None, None, None)
+        if given or (_current is not None and (timeout is not None or device != "auto")):
             raise WorldError(
-                "init() was given arguments, but this process has joined a job already. Call shutdown() first."
+                "init() was given arguments, but this process has joined a job already. Call shutdown() (or, for a "
+                "group that torch has made, destroy_process_group()) first."
             )
         return _current or _adopt(timeout_s, device)
-    placement = _placed(read_placement(os.environ), init_method, world_size, rank)
-    _check_backend(backend)
-    meeting = meet(placement, init_method, timeout_s)
+    method = parse_method(init_method)
+    placement = _placed(method, world_size, rank)
+    backend = check_backend(backend)
+    check_device(device)
+    meeting = meet(placement, method, timeout_s)
+    hook = sys.excepthook
     try:
-        meeting.introduce(Peer.myself(placement))
         world = _world_of(placement, meeting, timeout_s, backend, device)
         dist.init_process_group(
             world.backend,
@@ -219,65 +246,86 @@ def init(
             timeout=timedelta(seconds=timeout_s),
             device_id=world.device if world.device.type == "cuda" and "nccl" in world.backend else None,
         )
-    except BaseException:
-        meeting.part(wait=False)
+    except BaseException as error:
+        meeting.part(wait=False, last_words=_last_words(error))
+        meeting.dismiss()
         raise
-    _current = world
-    return world
+    _current = dataclasses.replace(world, _group=dist.GroupMember.WORLD, _hooks=(hook, sys.excepthook))
+    return _current
 
 
 def current() -> World | None:
-    """The world that ``init`` made, until ``shutdown``."""
+    """The world that ``init`` made, until ``shutdown``; in a forked child, the parent's."""
     return _current
 
 
 def shutdown() -> None:
-    """Leave the job: wait for the other ranks to leave too, then give back sockets and groups. Twice does no harm."""
+    """Leave the job: wait for the other ranks to leave too, then give back sockets and groups. Twice does no harm.
+
+    It waits no longer than ten seconds, and not for ranks that have died. A process group that ``init`` found and took
+    over stays.
+    """
     _end(wait=True)
 
 
-def _end(*, wait: bool) -> None:
+def _end(*, wait: bool, last_words: str = "") -> None:
     global _current
     world, _current = _current, None
     if world is None:
         return
-    if wait:
+    if world._pid != os.getpid():
+        make_immortal(world)
+        return
+    try:
         # Whoever is first through the last collective must not close its sockets under the others.
-        world._meeting.part(wait=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if not wait:
-        world._meeting.part(wait=False)
+        world._meeting.part(wait=wait, last_words=last_words)
+    finally:
+        if world._hooks is not None:
+            before, torchs = world._hooks  # torch writes [rank0] before each line of a traceback, once for each life
+            if sys.excepthook is torchs:
+                sys.excepthook = before
+            if dist.GroupMember.WORLD is world._group:
+                dist.destroy_process_group()
+        world._meeting.dismiss()
 
 
 @atexit.register
 def _end_at_exit() -> None:
-    _end(wait=getattr(sys, "last_value", None) is None)
+    error = getattr(sys, "last_value", None)  # set once an exception has ended the script
+    _end(wait=not _is_failure(error), last_words=_last_words(error))
+    forget_group_of_parent()
 
 
-def _placed(placement: Placement, method: str | None, world_size: int | None, rank: int | None) -> Placement:
+def _drop_what_is_not_ours() -> None:
+    """Forget a world whose group was destroyed without ``shutdown``, and what a forked child has from its parent."""
+    forget_group_of_parent()
+    if _current is not None and _current._group is not dist.GroupMember.WORLD:
+        _end(wait=False)
+
+
+def _placed(method: Method, world_size: int | None, rank: int | None) -> Placement:
     """The environment's placement with the caller's arguments over it, checked."""
-    given = rank_and_size_of(method)
-    if rank is not None:
-        given["rank"] = rank
-    if world_size is not None:
-        given["world_size"] = world_size
-    if method is not None and not method.startswith("env://") and placement.launcher == "none":
+    arguments = {"rank": rank, "world_size": world_size}
+    given = method.given | {name: value for name, value in arguments.items() if value is not None}
+    placement = read_placement(os.environ, **given)
+    if placement.launcher == "none" and (given or not method.is_env):
         for name in ("rank", "world_size"):
             if name not in given:
                 raise WorldError(
-                    f"init_method={method!r} needs {name}, and no launcher has set it. "
-                    "Pass init(..., rank=r, world_size=n)."
+                    f"init(init_method={method.text!r}{''.join(f', {k}={v}' for k, v in given.items())}) needs {name} "
+                    "too, and no launcher has set it. Pass init(..., rank=r, world_size=n)."
                 )
     if given.items() <= vars(placement).items():
         return placement
-    placed = Placement(
+    # The launcher spoke of another rank's place on its host.
+    placed = dataclasses.replace(
+        placement,
         rank=given.get("rank", placement.rank),
         world_size=given.get("world_size", placement.world_size),
-        address=placement.address,
-        port=placement.port,
-        attempt=placement.attempt,
-        launcher=placement.launcher,
+        local_rank=None,
+        local_world_size=None,
+        node_rank=None,
+        num_nodes=None,
     )
     if placed.world_size < 1 or not 0 <= placed.rank < placed.world_size:
         raise WorldError(
@@ -297,7 +345,7 @@ def _world_of(
     local_rank = placement.local_rank
     if local_rank is None:
         local_rank = nodes[: placement.rank].count(mine)
-    chosen = _choose_device(device, local_rank, placement)
+    chosen = choose_device(device, placement.rank, local_rank)
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
     return World(
@@ -318,50 +366,32 @@ def _adopt(timeout_s: float, device: str | torch.device) -> World:
     """A world around the default group that torch.distributed was given by somebody else."""
     global _current
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    placement = read_placement(os.environ)
-    if (placement.rank, placement.world_size) != (rank, world_size):
-        placement = Placement(rank, world_size)
-    store = dist.PrefixStore("paceline", dist.distributed_c10d._get_default_store())
-    meeting = Meeting(rank, world_size, store)
-    meeting.introduce(Peer.myself(placement))
-    _current = _world_of(placement, meeting, timeout_s, dist.get_backend(), device)
+    placement = Placement(rank, world_size)
+    with contextlib.suppress(EnvironmentVariableError):  # whoever made the group did without
+        told = read_placement(os.environ)
+        if (told.rank, told.world_size) == (rank, world_size):
+            placement = told
+    store = dist.distributed_c10d._get_default_store()
+    # The store may have served an earlier adoption, whose barriers must not count.
+    number = store.add(f"paceline/adoptions/{rank}", 1)
+    meeting = Meeting(rank, world_size, dist.PrefixStore(f"paceline/{number}", store))
+    meeting.join(Peer.myself(placement))
+    meeting.await_all(time.monotonic() + timeout_s)
+    world = _world_of(placement, meeting, timeout_s, dist.get_backend(), device)
+    _current = dataclasses.replace(world, _group=dist.GroupMember.WORLD)
     return _current
-
-
-def _check_backend(backend: str) -> None:
-    available = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-    for name in ["gloo"] if backend == "auto" else [part.rpartition(":")[2] for part in backend.lower().split(",")]:
-        if not available.get(name, name in dist.Backend.backend_list):
-            offered = sorted({name for name, here in available.items() if here} | set(dist.Backend.backend_list))
-            offered = [name for name in offered if available.get(name, name != "undefined")]
-            raise WorldError(
-                f"backend={backend!r}: {name!r} is not available here; this torch offers {', '.join(offered)}."
-            )
-    if "nccl" in backend and not torch.cuda.is_available():
-        raise WorldError(f"backend={backend!r}: NCCL needs a CUDA device, and torch sees none. Use 'gloo' or 'auto'.")
-
-
-def _choose_device(device: str | torch.device, local_rank: int, placement: Placement) -> torch.device:
-    if device != "auto":
-        chosen = torch.device(device)
-        if chosen.type == "cuda" and not torch.cuda.is_available():
-            raise WorldError(f"device={str(device)!r}: torch sees no CUDA device here. Use 'cpu' or 'auto'.")
-    else:
-        chosen = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if chosen.type == "cuda":
-        index = local_rank if chosen.index is None else chosen.index
-        if index >= torch.cuda.device_count():
-            raise WorldError(
-                f"rank {placement.rank}: its device would be cuda:{index}, but this host shows "
-                f"{torch.cuda.device_count()} CUDA devices. Start fewer ranks per host, or pass device='cpu'."
-            )
-        chosen = torch.device("cuda", index)
-        torch.cuda.set_device(chosen)
-    return chosen
 
 
 def _seconds(timeout: float | timedelta) -> float:
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise WorldError(f"timeout={timeout!r}: expected a positive number of seconds, or a timedelta.")
     return seconds
+
+
+def _is_failure(error: BaseException | None) -> bool:
+    return error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def _last_words(error: BaseException | None) -> str:
+    return "".join(traceback.format_exception(error)) if error is not None and _is_failure(error) else ""

@@ -7,13 +7,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.ranks import run_ranks
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import DataLoader, DistributedSampler
 from paceline.errors import DataError
+from support.ranks import run_ranks
 
 
 class Numbers:

@@ -13,6 +13,8 @@ import paceline
 from paceline.cli.run import run
 from paceline.errors import PacelineError
 
+__all__ = ["main"]
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(paceline.__version__, prog_name="paceline")
