@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -327,8 +328,9 @@ def test_a_trace_of_torchs_own_hook_does_not_bury_the_first(tmp_path):
     assert ran.returncode == 1
     assert ran.stdout == ""
     collateral, _, traceback = ran.stderr.partition("paceline: rank 1 failed first, exit code 1:\n")
-    assert collateral.startswith("paceline: rank 0 failed too (collateral), exit code 1: ")
-    assert collateral.count("\n") == 1
+    # Whether rank 0 has noticed before it is stopped depends on how soon rank 1's connections close.
+    noticed = r"failed too \(collateral\), exit code 1: .*|stopped by the launcher \(collateral\)"
+    assert re.fullmatch(rf"paceline: rank 0 ({noticed})\n", collateral)
     assert traceback.startswith("Traceback (most recent call last):\n")
     assert traceback.endswith("\nValueError: bad batch\n")
 
