@@ -11,7 +11,7 @@ from torch import nn
 
 import paceline
 from paceline import DistributedDataParallel
-from paceline.errors import PlanError, WorldError
+from paceline.errors import PlanError, ReductionError, WorldError
 from support.ranks import expect_errors, run_ranks
 
 # -- the same model everywhere --------------------------------------------------------------------------------------
@@ -186,6 +186,96 @@ def test_a_backward_in_eval_mode_is_averaged_like_any_other():
     assert run_ranks(2, train_in_eval_mode) == [1.5, 1.5]
 
 
+def two_forwards(world):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), Scaling())
+    wrapped = DistributedDataParallel(model)
+    x = torch.ones(3, 2) * torch.arange(3.0).view(3, 1) * (world.rank + 1)
+    (wrapped(x) - wrapped(2 * x)).square().mean().backward()
+    return True
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(2))
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) * self.scale  # saved for backward
+
+
+def test_buffers_may_be_copied_between_a_forward_and_its_backward():
+    assert run_ranks(2, two_forwards) == [True, True]
+
+
+class LateBuffer(Counting):
+    def forward(self, x):
+        if not hasattr(self, "late"):
+            self.register_buffer("late", torch.zeros(1))
+        return super().forward(x)
+
+
+def late_buffer(world):
+    wrapped = DistributedDataParallel(LateBuffer())
+    for number in range(2):
+        wrapped(torch.ones(1, 1)).backward()
+        if number == 0:
+            wrapped.module.late.fill_(world.rank + 4.0)
+    return wrapped.module.late.item()
+
+
+def test_a_buffer_made_in_the_first_forward_is_copied_from_the_second_on():
+    assert run_ranks(2, late_buffer) == [4.0, 4.0]
+
+
+def buffer_cast_on_one(world):
+    wrapped = DistributedDataParallel(Counting())
+    with wrapped.no_sync():
+        wrapped(torch.ones(1, 1))
+    if world.rank == 1:
+        wrapped.module.seen = torch.zeros(1, dtype=torch.float64)
+    wrapped.eval()
+    wrapped(torch.ones(1, 1)).sum().backward()
+
+
+def test_a_buffer_that_changed_on_one_rank_is_an_error_that_names_it():
+    expected = (
+        "ReplicaMismatchError: the ranks' models differ: the dtype of 'seen' is float32 on rank 0 and float64 on "
+        f"rank 1. {ADVICE}"
+    )
+    assert expect_errors(2, buffer_cast_on_one) == [expected] * 2
+
+
+def own_buffers(world):
+    layer = nn.Linear(1, 1, bias=False)
+    layer.register_buffer("local", torch.zeros(world.rank + 1))
+    with pytest.warns(FutureWarning):
+        wrapped = DistributedDataParallel(layer, broadcast_buffers=False)
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return layer.weight.grad.item()
+
+
+def test_buffers_that_are_never_copied_may_differ():
+    assert run_ranks(2, own_buffers) == [1.5, 1.5]
+
+
+def odd_layouts(world):
+    model = nn.Module()
+    model.column = nn.Parameter(torch.arange(6.0)[::2] + world.rank)
+    model.register_buffer("strided", (torch.arange(6.0).view(3, 2) + world.rank)[:, 0])
+    model.register_buffer("conjugate", torch.tensor([1 + 1j * (world.rank + 1)]).conj())
+    wrapped = DistributedDataParallel(model)
+    (model.column * (world.rank + 1)).sum().backward()
+    del wrapped
+    grad = model.column.grad.tolist()
+    return model.column.tolist(), model.strided.tolist(), model.conjugate.tolist(), grad
+
+
+def test_tensors_that_are_strided_or_conjugate():
+    expected = ([0.0, 2.0, 4.0], [0.0, 2.0, 4.0], [1 - 1j], [1.5, 1.5, 1.5])
+    assert run_ranks(2, odd_layouts) == [expected] * 2
+
+
 # -- torch's call ----------------------------------------------------------------------------------------------------
 
 
@@ -349,3 +439,61 @@ def ignored(world):
 
 def test_ignored_parameters_stay_local():
     assert run_ranks(2, ignored) == [(0.0, 1.5, 1.0), (1.0, 1.5, 2.0)]
+
+
+def module_swapped(world):
+    wrapped = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    wrapped.module = nn.Linear(1, 1, bias=False)
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return wrapped.module.weight.grad.item(), wrapped.module.weight.item()
+
+
+def test_another_module_put_into_the_wrapper_is_averaged_too():
+    (grad, weight), other = run_ranks(2, module_swapped)
+    assert (grad, weight) == other
+    assert grad == 1.5
+
+
+def copied_in_no_sync(world):
+    wrapped = DistributedDataParallel(Pickled())
+    with wrapped.no_sync():
+        copied = copy.deepcopy(wrapped)
+    copied(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return copied.module.layer.weight.grad.item()
+
+
+def test_a_copy_made_within_no_sync_averages():
+    assert run_ranks(2, copied_in_no_sync) == [1.5, 1.5]
+
+
+def copied_in_subgroup(world):
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    wrapped = DistributedDataParallel(Pickled(), process_group=groups[world.rank % 2])
+    copied = copy.deepcopy(wrapped)
+    copied(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return copied.module.layer.weight.grad.item()
+
+
+def test_a_copy_stays_in_its_group():
+    assert run_ranks(4, copied_in_subgroup) == [2.0, 3.0, 2.0, 3.0]
+
+
+def copied_on_one(world):
+    wrapped = DistributedDataParallel(Pickled())
+    if world.is_main:
+        average = copy.deepcopy(wrapped).eval()
+        average(torch.ones(1, 1))
+        average.train()
+        with torch.no_grad():
+            average(torch.ones(1, 1))
+        with pytest.raises(
+            ReductionError, match=r"^rank 0: a backward through a copied or loaded Dist.* that has not joined"
+        ):
+            average.module(torch.ones(1, 1)).backward()
+    world.barrier(timeout=10)
+    wrapped(torch.ones(1, 1) * (world.rank + 1)).backward()
+    return wrapped.module.layer.weight.grad.item()
+
+
+def test_one_rank_may_copy_a_wrapper_and_evaluate_the_copy():
+    assert run_ranks(2, copied_on_one) == [1.5, 1.5]

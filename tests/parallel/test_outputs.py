@@ -1,6 +1,7 @@
 """Tensors are found in whatever forward returns."""
 
 import collections
+import collections.abc
 import dataclasses
 
 import torch
@@ -47,3 +48,36 @@ def test_an_object_that_holds_itself_ends():
 
 def test_modules_are_not_searched():
     assert list(find_tensors([torch.nn.Linear(1, 1)])) == []
+
+
+class Hostile(collections.abc.Mapping):
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+    def __iter__(self):
+        raise RuntimeError("not now")
+
+    def __len__(self):
+        return 1
+
+
+class Mangled:
+    __slots__ = ("__hidden",)
+
+    def __init__(self, value):
+        self.__hidden = value
+
+
+def test_what_cannot_be_looked_into_is_passed_over():
+    class Lazy:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    found = find_tensors([Hostile(), Lazy(), Mangled(torch.tensor(2)), torch.tensor(1)])
+    assert sorted(tensor.item() for tensor in found) == [1, 2]
+
+
+def test_the_search_ends_in_a_heap_of_objects():
+    heap = [[] for _ in range(50_000)]
+    assert [tensor.item() for tensor in find_tensors([heap, torch.tensor(1)])] == [1]
+    assert list(find_tensors([torch.tensor(1), *heap])) == []  # too far down, and that is known

@@ -6,8 +6,10 @@ and 1.5 on average.
 
 import contextlib
 import dataclasses
+import gc
 import os
 import re
+import weakref
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel
+from paceline.errors import ReplicaMismatchError
 from support.ranks import RankError, expect_errors, run_ranks
 
 
@@ -233,7 +236,7 @@ def frozen_on_one(world):
 def test_a_layer_frozen_on_one_rank_only_is_an_error_on_all():
     message = (
         "ReplicaMismatchError: 'first.weight' has requires_grad=True on rank 0 and False on rank 1. "
-        "Freeze and unfreeze parameters on every rank alike."
+        "Freeze, unfreeze and cast parameters on every rank alike."
     )
     assert expect_errors(2, frozen_on_one) == [message, message]
 
@@ -638,10 +641,10 @@ def test_a_backward_that_fails_before_the_model_leaves_the_next_one_right():
 
 
 def fails_in_the_middle(world):
-    model = TwoLayers()
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0)
     with contextlib.suppress(ValueError):
-        model.second(Boom.apply(model.first(inputs(world)))).backward()
+        model[2](model[1](Boom.apply(model[0](inputs(world))))).backward()
     wrapped(inputs(world)).backward()
 
 
@@ -671,6 +674,239 @@ def test_when_a_rank_gives_up_the_others_say_what_they_were_reducing():
         r"backend reports: \S",
         text,
     )
+
+
+def fails_at_the_very_end(world):
+    wrapped = DistributedDataParallel(TwoLayers())
+    send, held = wrapped._reducer.send_rest, []
+
+    def fail():
+        wrapped._reducer.send_rest = send
+        raise KeyboardInterrupt
+
+    wrapped._reducer.send_rest = fail
+    try:
+        wrapped(inputs(world)).backward()
+    except KeyboardInterrupt as error:
+        held.append(error)  # as a notebook holds the last one
+    return step(wrapped, lambda: wrapped(inputs(world)), times=2)
+
+
+def test_an_interrupt_at_the_end_of_backward_does_not_switch_averaging_off():
+    assert run_ranks(2, fails_at_the_very_end) == [[[1.5, 1.5]] * 2] * 2
+
+
+def unfreeze_again(world):
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model)
+    model.first.weight.requires_grad_(world.is_main)
+    with pytest.raises(
+        ReplicaMismatchError, match=r"'first.weight' has requires_grad=True on rank 0 and False on rank 1"
+    ):
+        wrapped(inputs(world)).backward()
+    model.first.weight.requires_grad_(True)
+    return step(wrapped, lambda: wrapped(inputs(world)), times=2)
+
+
+def test_a_layer_frozen_on_one_rank_can_be_put_right():
+    assert run_ranks(2, unfreeze_again) == [[[1.5, 1.5]] * 2] * 2
+
+
+def wrapped_again_after_failure(world):
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0)
+    x = inputs(world).requires_grad_()
+    broken = Boom.apply(model[0](x)) if world.is_main else model[0](Boom.apply(x))  # after one bucket, after two
+    with pytest.raises(ValueError, match="boom"):
+        model[2](model[1](broken)).backward()
+    model.zero_grad()
+    wrapped = None
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0)
+    return step(wrapped, lambda: wrapped(inputs(world)), times=2)
+
+
+def test_a_wrapper_made_after_a_failed_one_does_not_hear_what_that_one_sent():
+    assert run_ranks(2, wrapped_again_after_failure) == [[[1.5] * 3] * 2] * 2
+
+
+def gradient_for_the_input(world):
+    wrapped = DistributedDataParallel(TwoLayers())
+    if world.is_main:
+        x = torch.ones(1, 1, requires_grad=True)
+        assert torch.autograd.grad(wrapped(x), x)[0].item() == 1.0
+    world.barrier(timeout=10)
+    return step(wrapped, lambda: wrapped(inputs(world)))
+
+
+def test_one_rank_may_ask_for_an_inputs_gradient_alone():
+    assert run_ranks(2, gradient_for_the_input) == [[[1.5, 1.5]]] * 2
+
+
+def hooks_of_the_user(world):
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0)
+    seen = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+    wrapped(inputs(world)).backward()
+    return seen, grads(model)
+
+
+def test_a_hook_registered_after_wrapping_finds_this_ranks_gradient():
+    assert run_ranks(2, hooks_of_the_user) == [([1.0, 1.0], [1.5, 1.5]), ([2.0, 2.0], [1.5, 1.5])]
+
+
+def cast_later(world, part):
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model)
+    step(wrapped, lambda: wrapped(inputs(world)))
+    (model if part == "model" else model.second).double()
+    x = inputs(world).double()
+    call = wrapped if part == "model" else lambda x: model.second(model.first(x.float()).double())
+    seen = step(wrapped, lambda: call(x), times=2)
+    return seen, str(model.second.weight.grad.dtype), str(model.first.weight.grad.dtype)
+
+
+@pytest.mark.parametrize(("part", "first"), [("model", "torch.float64"), ("layer", "torch.float32")])
+def test_a_model_or_a_layer_cast_after_wrapping(part, first):
+    assert run_ranks(2, cast_later, part) == [([[1.5, 1.5]] * 2, "torch.float64", first)] * 2
+
+
+def accumulated_in_place(world):
+    model = nn.Linear(1, 1, bias=False)
+    wrapped = DistributedDataParallel(model)
+    seen = []
+    for _ in range(3):
+        wrapped.zero_grad()
+        with wrapped.no_sync():
+            wrapped(inputs(world)).backward()
+        wrapped(inputs(world)).backward()
+        seen.append((model.weight.grad.item(), model.weight.grad.data_ptr()))
+    return [value for value, _ in seen], len({place for _, place in seen[1:]})
+
+
+def test_an_accumulated_gradient_that_nobody_holds_is_stored_once():
+    assert run_ranks(2, accumulated_in_place) == [([3.0] * 3, 1)] * 2
+
+
+def functional_sparse(world):
+    table = nn.ParameterList([nn.Parameter(torch.ones(4, 2))])
+    wrapped = DistributedDataParallel(table)
+    for _ in range(2):
+        rows = nn.functional.embedding(torch.tensor([world.rank]), table[0], sparse=True)
+        rows.sum().backward()
+    del wrapped
+    return table[0].grad.to_dense()[:, 0].tolist()
+
+
+def test_a_sparse_gradient_that_was_not_announced_accumulates_too():
+    assert run_ranks(2, functional_sparse) == [[1.0, 1.0, 0.0, 0.0]] * 2
+
+
+def tied_sparse(world):
+    table = nn.Embedding(3, 2, sparse=True)
+    nn.init.ones_(table.weight)
+    wrapped = DistributedDataParallel(table)
+    (table(torch.tensor([world.rank])) @ table.weight.t()).sum().backward()
+    del wrapped
+    return table.weight.grad.is_sparse, table.weight.grad.tolist() if not table.weight.grad.is_sparse else None
+
+
+def test_a_sparse_table_tied_to_a_dense_layer_has_a_dense_gradient():
+    # rows 0 and 1 are looked up by one rank each: 3 where looked up, halved, plus 1 from the product everywhere
+    assert run_ranks(2, tied_sparse) == [(False, [[2.5, 2.5], [2.5, 2.5], [1.0, 1.0]])] * 2
+
+
+def one_module_wrapped_twice(world):
+    model = TwoLayers()
+    one = DistributedDataParallel(model)
+    two = DistributedDataParallel(model, bucket_cap_mb=0)
+    seen = []
+    for number in range(4):
+        layer = model.first if (number + world.rank) % 2 else model.second
+        model.zero_grad()
+        (one(inputs(world)) + layer(inputs(world))).backward()
+        seen.append(grads(model))
+    del one, two
+    return seen
+
+
+def test_one_module_wrapped_twice_is_averaged_once():
+    # first and second each get (1 + 2) / 2 from the forward; the layer used besides gives 1 / 2 or 2 / 2
+    expected = [[2.5, 2.0], [2.0, 2.5]] * 2
+    assert run_ranks(2, one_module_wrapped_twice) == [expected] * 2
+
+
+def shared_encoder(world):
+    encoder = nn.Linear(1, 1, bias=False)
+    heads = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    for layer in (encoder, *heads):
+        nn.init.ones_(layer.weight)
+    models = [DistributedDataParallel(nn.Sequential(encoder, head)) for head in heads]
+    seen = []
+    for number in range(3):
+        for layer in (encoder, *heads):
+            layer.zero_grad()
+        chosen = models if number % 2 else models[::-1]
+        sum(model(inputs(world)) for model in chosen).backward()
+        seen.append([encoder.weight.grad.item(), *(head.weight.grad.item() for head in heads)])
+    return seen
+
+
+def test_two_wrappers_that_share_an_encoder():
+    assert run_ranks(2, shared_encoder) == [[[3.0, 1.5, 1.5]] * 3] * 2
+
+
+def removed_layer(world):
+    model = nn.ModuleDict({"kept": nn.Linear(1, 1, bias=False), "removed": nn.Linear(1, 1, bias=False)})
+    wrapped = DistributedDataParallel(model)
+    removed = model.pop("removed")
+    step(wrapped, lambda: model["kept"](inputs(world)))
+    removed.weight = nn.Parameter(torch.ones(1, 1))
+    if world.is_main:
+        removed(inputs(world)).backward()
+    return removed.weight.grad is None or removed.weight.grad.item(), step(
+        wrapped, lambda: model["kept"](inputs(world))
+    )
+
+
+def test_a_layer_taken_out_of_the_model_is_nobodys_business():
+    assert run_ranks(2, removed_layer) == [(1.0, [[1.5]]), (True, [[1.5]])]
+
+
+def keeps_its_output(world):
+    class Keeping(TwoLayers):
+        def forward(self, x):
+            self.out = super().forward(x)
+            return self.out
+
+    alive = []
+    for _ in range(3):
+        model = Keeping()
+        wrapped = DistributedDataParallel(model)
+        wrapped(inputs(world)).backward()
+        alive.append(weakref.ref(model))
+        del model, wrapped
+    gc.collect()
+    return sum(model() is not None for model in alive)
+
+
+def test_a_model_that_keeps_its_output_can_be_freed():
+    assert run_ranks(2, keeps_its_output) == [0, 0]
+
+
+def deleted_before_backward(world):
+    DistributedDataParallel(TwoLayers())(inputs(world)).backward()
+
+
+def test_a_backward_after_the_wrapper_is_gone_is_an_error():
+    for rank, message in enumerate(expect_errors(2, deleted_before_backward)):
+        assert message == (
+            f"ReductionError: rank {rank}: backward through an output of a DistributedDataParallel that has been "
+            "deleted; its gradients would not be averaged. Keep the wrapper until backward has run."
+        )
 
 
 def two_wrappers(world):

@@ -15,16 +15,19 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup)
     Args:
         tensors: alike in number, shape, dtype and device on every rank; any strides.
     """
+    is_source = dist.get_group_rank(group, dist.get_rank()) == 0
     for chunk in _chunks(tensors):
         # As bytes: not every backend knows every dtype, but all of them know bytes.
-        flat = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in chunk])
+        pieces = [tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in chunk]
+        flat = torch.cat(pieces)
         dist.broadcast(flat, group=group, group_src=0)
-        start = 0
-        for tensor in chunk:
-            piece = flat[start : start + tensor.nbytes]
-            start += tensor.nbytes
-            # A piece may start at an address that its dtype cannot be read from, so it is copied first.
-            tensor.detach().copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        if is_source:
+            continue
+        received = torch.split(flat, [piece.numel() for piece in pieces])
+        for tensor, piece in zip(chunk, received, strict=True):
+            # Through .data, which leaves the version alone: a graph that saved the buffer, of a forward before this
+            # one, can still run backward. A piece may start where its dtype cannot be read, so it is copied first.
+            tensor.data.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -35,10 +38,12 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
             by_device.setdefault(tensor.device, []).append(tensor)
     for members in by_device.values():
         chunk: list[torch.Tensor] = []
+        num_bytes = 0
         for tensor in members:
             chunk.append(tensor)
-            if sum(member.nbytes for member in chunk) >= _CHUNK_BYTES:
+            num_bytes += tensor.nbytes
+            if num_bytes >= _CHUNK_BYTES:
                 yield chunk
-                chunk = []
+                chunk, num_bytes = [], 0
         if chunk:
             yield chunk

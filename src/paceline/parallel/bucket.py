@@ -33,29 +33,22 @@ class Member:
 
 
 class Bucket:
-    """Dense gradients of one dtype on one device."""
+    """Gradients that travel together, as the reducer handles them: prepared, packed, sent, waited for, given."""
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
         self.number = number
         self.members = list(members)
+        self.indices = [member.index for member in members]
         self.world_size = world_size
-        self.missing = 0  # expected members that have not arrived in this round
-        self.launched = False
+        self.num_missing = 0  # expected members that have not arrived in this round
+        self.is_launched = False
         self.contributors: set[int] = set()  # members whose gradient this rank has put in
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._kept: dict[int, Tensor] = {}  # by position: gradients that are somebody's [Note: whose gradient]
-        self._work: dist.Work | None = None
         self._streams: set[torch.cuda.Stream] = set()
-
-    @property
-    def indices(self) -> list[int]:
-        return [member.index for member in self.members]
 
     def prepare(self, expected: Sequence[bool]) -> None:
         """Begin a round."""
-        self.missing = sum(expected[member.index] for member in self.members)
-        self.launched = False
+        self.num_missing = sum(expected[index] for index in self.indices)
+        self.is_launched = False
         self.contributors.clear()
 
     def note_stream(self, param: Tensor) -> None:
@@ -63,21 +56,21 @@ class Bucket:
         if param.is_cuda:
             self._streams.add(torch.cuda.current_stream(param.device))
 
-    def launch(self, group: dist.ProcessGroup, preexisting: Collection[int]) -> None:
-        """Pack what has arrived and start averaging it; what has not counts as zero.
+    def pack(self, preexisting: Collection[int]) -> None:
+        """Take the members' gradients; those that have not arrived count as zero.
 
         Args:
             preexisting: parameters that had a gradient before the backward.
         """
-        self._pack(preexisting)
-        assert self._flat is not None
-        self._work = average(self._flat, group, self.world_size)
-        self.launched = True
+        raise NotImplementedError
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        """Start averaging what was packed."""
+        raise NotImplementedError
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        """Wait for what was sent."""
+        raise NotImplementedError
 
     def is_late(self) -> bool:
         """Whether a member's gradient came after the launch."""
@@ -85,34 +78,49 @@ class Bucket:
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         """Average the late gradients of all ranks and add them. A collective call, after ``wait``."""
-        assert self._flat is not None
-        late = torch.zeros_like(self._flat)
-        self._streams_join()
-        for member, view in zip(self.members, self._carve(late), strict=True):
-            if member.param.grad is not None:
-                view.copy_(_dense(member.param.grad))
-                member.param.grad = None
-                self.contributors.add(member.index)
-        average(late, group, self.world_size).wait()
-        self._flat.add_(late)
+        raise NotImplementedError
 
     def give(self, used: Sequence[bool]) -> None:
-        """End the round: the average becomes ``param.grad`` of the parameters that some rank used."""
-        for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
-            if used[member.index]:
-                kept = self._kept.get(position)
-                member.param.grad = view if kept is None else kept.copy_(view)
-        self._kept.clear()
+        """End the round: the average becomes ``param.grad`` of the parameters that some rank used.
 
-    def _pack(self, preexisting: Collection[int]) -> None:
-        self._streams_join()
+        Where a gradient is there already, another wrapper of the same parameter has given it, of what it had taken. On
+        another rank the two may have shared the parameter's gradient otherwise; the sum is the same on all.
+        """
+        raise NotImplementedError
+
+    def _join_streams(self) -> None:
+        """Let the current CUDA stream wait for those on which gradients came."""
+        if not self._streams:
+            return
+        current = torch.cuda.current_stream(self.members[0].param.device)
+        for stream in self._streams:
+            if stream != current:
+                current.wait_stream(stream)
+                for member in self.members:
+                    if member.param.grad is not None:
+                        member.param.grad.record_stream(current)
+        self._streams.clear()
+
+
+class DenseBucket(Bucket):
+    """Dense gradients of one dtype on one device, in one piece of memory."""
+
+    def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
+        super().__init__(number, members, world_size)
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._kept: dict[int, Tensor] = {}  # by position: gradients that are somebody's [Note: whose gradient]
+        self._work: dist.Work | None = None
+
+    def pack(self, preexisting: Collection[int]) -> None:
+        self._join_streams()
         if self._flat is None or self._is_held():
             device, dtype = self.members[0].param.device, self.members[0].param.dtype
             self._flat = torch.empty(sum(member.param.numel() for member in self.members), device=device, dtype=dtype)
             self._views = self._carve(self._flat)
         sources, targets, absent = [], [], []
         for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
-            grad = member.param.grad
+            grad, member.param.grad = member.param.grad, None
             if grad is None:
                 absent.append(view)
                 continue
@@ -120,27 +128,54 @@ class Bucket:
             if grad is not view:
                 sources.append(_dense(grad))
                 targets.append(view)
-                if member.index in preexisting:
+                if member.index in preexisting and not grad.is_sparse:
                     self._kept[position] = grad
-            member.param.grad = None
         if sources:
             torch._foreach_copy_(targets, sources)
         if absent:
             torch._foreach_zero_(absent)
-        self._keep_only_held()
+        sources.clear()
+        grad = None  # so that only others' references are left
+        self._drop_unheld()
+        self.is_launched = True
 
-    def _keep_only_held(self) -> None:
-        """Of the gradients that were there before, let go those that nobody else holds."""
-        for position in list(self._kept):
-            storage_shared = _num_storage_references(self._kept[position]) > 1
-            reference = weakref.ref(self._kept[position])
-            if storage_shared:
+    def send(self, group: dist.ProcessGroup) -> None:
+        assert self._flat is not None
+        self._work = average(self._flat, group, self.world_size)
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def reduce_late(self, group: dist.ProcessGroup) -> None:
+        assert self._flat is not None
+        late = torch.zeros_like(self._flat)
+        self._join_streams()
+        for member, view in zip(self.members, self._carve(late), strict=True):
+            if member.param.grad is not None:
+                view.copy_(_dense(member.param.grad))
+                member.param.grad = None
+        average(late, group, self.world_size).wait()
+        self._flat.add_(late)
+
+    def give(self, used: Sequence[bool]) -> None:
+        for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
+            if not used[member.index]:
                 continue
-            candidate = self._kept.pop(position)
-            del candidate
-            held = reference()
-            if held is not None:
-                self._kept[position] = held
+            kept, given = self._kept.get(position), member.param.grad
+            value = view if kept is None else kept.copy_(view)
+            member.param.grad = value if given is None else value.add_(given)
+        self._kept.clear()
+
+    def _drop_unheld(self) -> None:
+        """Of the gradients that were there before, let go those that nobody else holds: they need no second copy."""
+        for position in list(self._kept):
+            if _num_storage_references(self._kept[position]) == 1:
+                reference = weakref.ref(self._kept.pop(position))
+                held = reference()
+                if held is not None:
+                    self._kept[position] = held
 
     def _is_held(self) -> bool:
         """Whether somebody has kept a gradient of the last round, or a view of one."""
@@ -161,19 +196,6 @@ class Bucket:
             start += member.param.numel()
         return views
 
-    def _streams_join(self) -> None:
-        """Let the current CUDA stream wait for those on which gradients came."""
-        if not self._streams:
-            return
-        current = torch.cuda.current_stream(self.members[0].param.device)
-        for stream in self._streams:
-            if stream != current:
-                current.wait_stream(stream)
-                for member in self.members:
-                    if member.param.grad is not None:
-                        member.param.grad.record_stream(current)
-        self._streams.clear()
-
 
 class SparseBucket(Bucket):
     """One parameter whose gradient is sparse, and stays so.
@@ -182,19 +204,24 @@ class SparseBucket(Bucket):
     and happens in ``wait``, when all other buckets are under way.
     """
 
+    _group: dist.ProcessGroup | None = None
     _mine: Tensor | None = None
     _sum: Tensor | None = None
+    _was_dense = False  # as where a table is tied to a layer that uses all of it
 
-    def launch(self, group: dist.ProcessGroup, preexisting: Collection[int]) -> None:  # noqa: ARG002
-        self._streams_join()
-        self._group = group
+    def pack(self, preexisting: Collection[int]) -> None:  # noqa: ARG002
+        self._join_streams()
+        self._was_dense = False
         self._mine = self._take()
-        self.launched = True
+        self.is_launched = True
+
+    def send(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def wait(self) -> None:
         if self._mine is not None:
-            self._sum = _sum_of_rows(self._mine, self._group, self.world_size)
-            self._mine = None
+            assert self._group is not None
+            self._sum, self._mine = _sum_of_rows(self._mine, self._group, self.world_size), None
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._sum is not None
@@ -202,9 +229,11 @@ class SparseBucket(Bucket):
 
     def give(self, used: Sequence[bool]) -> None:
         assert self._sum is not None
-        member = self.members[0]
-        if used[member.index]:
-            member.param.grad = self._sum / self.world_size
+        param = self.members[0].param
+        if used[self.members[0].index]:
+            average = self._sum / self.world_size
+            grad = average.to_dense() if self._was_dense else average
+            param.grad = grad if param.grad is None else param.grad + grad
         self._sum = None
 
     def _take(self) -> Tensor:
@@ -214,6 +243,7 @@ class SparseBucket(Bucket):
         if grad is None:
             return torch.zeros_like(param).to_sparse(1).coalesce()
         self.contributors.add(self.members[0].index)
+        self._was_dense = self._was_dense or not grad.is_sparse
         return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
 
 

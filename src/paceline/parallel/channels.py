@@ -4,7 +4,8 @@
 another, while the model's own collectives (those of SyncBatchNorm, say) come in between. c10d pairs collectives by
 their order within a group. So that no two ranks ever pair a bucket with something else, a reducer of CPU tensors has
 a group to itself. On GPUs two NCCL communicators at once may deadlock, so gradients use the caller's group there, as
-torch's do, and only the control message, which is read by the host, gets a Gloo group of its own: reading it never
+torch's do, with torch's condition: collectives of the model's own backward, and several wrappers, must come in the same
+order on all ranks. Only the control message, which the host reads, gets a Gloo group of its own there: reading it never
 waits for a CUDA stream.
 
 A group cannot be closed by one rank while another still listens to it, and garbage is collected on each rank in its
@@ -23,12 +24,17 @@ import torch.distributed as dist
 _retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Channels:
-    """Where gradients and where control messages travel."""
+    """Where gradients and where control messages travel.
+
+    Attributes:
+        is_idle: whether nothing is under way; groups that were left in the middle of something are never used again.
+    """
 
     gradients: dist.ProcessGroup
     control: dist.ProcessGroup
+    is_idle: bool = True
 
 
 def retired_names(parent: dist.ProcessGroup) -> list[str]:
@@ -52,14 +58,15 @@ def open_channels(
         ranks = dist.get_process_group_ranks(parent)
         backend = _cpu_backend(parent)
         group = dist.new_group(ranks, timeout=_timeout(parent), backend=backend, use_local_synchronization=True)
-    weakref.finalize(owner, _retire, weakref.ref(parent), group)
-    return Channels(group if device_type == "cpu" else parent, group)
+    channels = Channels(group if device_type == "cpu" else parent, group)
+    weakref.finalize(owner, _retire, weakref.ref(parent), channels)
+    return channels
 
 
-def _retire(parent: "weakref.ref[dist.ProcessGroup]", group: dist.ProcessGroup) -> None:
+def _retire(parent: "weakref.ref[dist.ProcessGroup]", channels: Channels) -> None:
     owner = parent()
-    if owner is not None:
-        _retired.setdefault(owner, {})[group.group_name] = group
+    if owner is not None and channels.is_idle:
+        _retired.setdefault(owner, {})[channels.control.group_name] = channels.control
 
 
 def _cpu_backend(parent: dist.ProcessGroup) -> str:

@@ -26,14 +26,14 @@ class Control:
     Attributes:
         used: by parameter, whether it has a gradient (on any rank).
         late: by bucket, whether it must be reduced once more.
-        changed: whether parameters must be agreed on anew.
-        same_state: whether all ranks' ``state`` is the same.
+        is_changed: whether parameters must be agreed on anew.
+        is_same_state: whether all ranks' ``state`` is the same.
     """
 
     used: Sequence[bool]
     late: Sequence[bool]
-    changed: bool
-    same_state: bool = True
+    is_changed: bool
+    is_same_state: bool = True
 
 
 class PendingControl:
@@ -42,7 +42,7 @@ class PendingControl:
     def __init__(self, mine: Control, state: object, group: dist.ProcessGroup) -> None:
         digest = hashlib.blake2b(repr(state).encode(), digest_size=_DIGEST_BYTES).digest()
         message = bytearray(mine.used) + bytearray(mine.late)
-        message.append(mine.changed)
+        message.append(mine.is_changed)
         message += digest
         message += bytes(255 - byte for byte in digest)
         self._num_used, self._num_late = len(mine.used), len(mine.late)
@@ -60,6 +60,6 @@ class PendingControl:
         return Control(
             used=[bool(byte) for byte in told[:end_of_used]],
             late=[bool(byte) for byte in told[end_of_used:end_of_late]],
-            changed=bool(told[end_of_late]),
-            same_state=all(a + b == 255 for a, b in zip(state, mirror, strict=True)),
+            is_changed=bool(told[end_of_late]),
+            is_same_state=all(a + b == 255 for a, b in zip(state, mirror, strict=True)),
         )

@@ -5,6 +5,7 @@ after every optimizer step, and these are the weights of one process that saw al
 """
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -17,11 +18,11 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 
 from paceline import world
-from paceline.errors import PlanError, WorldError
+from paceline.errors import PlanError, ReductionError, WorldError
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.channels import open_channels, retired_names
 from paceline.parallel.outputs import find_tensors
-from paceline.parallel.reducer import Reducer
+from paceline.parallel.reducer import Reducer, collect_abandoned
 from paceline.parallel.registry import Registry
 from paceline.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES
 
@@ -56,6 +57,7 @@ class DistributedDataParallel(Module):
     """
 
     module: Module
+    _reducer: Reducer | None
 
     def __init__(
         self,
@@ -95,27 +97,25 @@ class DistributedDataParallel(Module):
             warnings.warn(
                 "check_reduction is not needed: every gradient is always reduced.", FutureWarning, stacklevel=2
             )
-        sync_buffers_at_init = self._choose_buffers(broadcast_buffers, forward_sync_buffers)
+        self._init_sync = init_sync
+        self._init_sync_buffers = self._choose_buffers(broadcast_buffers, forward_sync_buffers)
         self._caps = _choose_caps(bucket_cap_mb)
         self.require_backward_grad_sync = True
         self._join_ranks()
-        if init_sync and self._reducer is not None:
-            state = [*self._registry.params, *(self._registry.buffers() if sync_buffers_at_init else [])]
-            broadcast_tensors(state, self.process_group)
         if (here := world.current()) is not None:
             here.part_random_streams()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; torch's semantics."""
-        if self._reducer is None:
-            return self.module(*inputs, **kwargs)
+        if not self._is_joined and self.training and torch.is_grad_enabled():
+            self._join_ranks()
         if self.will_sync_module_buffers():
             broadcast_tensors(self._registry.buffers(), self.process_group)
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device("cuda", self.device_ids[0]), True)
             inputs, kwargs = moved[0], moved_kwargs[0]
         output = self.module(*inputs, **kwargs)
-        if torch.is_grad_enabled():
+        if self._reducer is not None and torch.is_grad_enabled():
             for tensor in find_tensors(output):
                 self._reducer.watch(tensor)
         return output
@@ -141,8 +141,8 @@ class DistributedDataParallel(Module):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
         self._sync = sync
-        if getattr(self, "_reducer", None) is not None:
-            self._reducer.sync = sync  # type: ignore[union-attr]
+        if "_reducer" in self.__dict__ and self._reducer is not None:
+            self._reducer.sync = sync
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -179,29 +179,56 @@ class DistributedDataParallel(Module):
             )
         self.static_graph = True
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "module" and self.__dict__.get("_is_joined"):
+            self._join_ranks()
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "_reducer", "_registry"):
+        for name in ("process_group", "device_mesh", "_reducer", "_registry", "_join_reminders"):
             state.pop(name, None)
-        return state
+        return {**state, "_sync": True, "_is_joined": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A collective call: the copy joins the default process group."""
+        self._restore(state, _choose_group(None, None))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)
+        return copied
+
+    def _restore(self, state: dict[str, Any], process_group: dist.ProcessGroup) -> None:
+        """Become a copy, which joins the ranks in its first training forward: one rank may copy and evaluate alone."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.process_group = _choose_group(None, None)
-        self._join_ranks()
+        self.process_group = process_group
+        self._reducer = None
+        self._join_reminders = [
+            param.register_post_accumulate_grad_hook(_remind)  # type: ignore[no-untyped-call]
+            for param in self.module.parameters()
+            if param.requires_grad and dist.get_world_size(process_group) > 1
+        ]
 
     def _join_ranks(self) -> None:
         """Agree on the parameters with the other ranks and start reducing. A collective call."""
         group = self.process_group
-        self._registry = Registry(self.module, self.parameters_to_ignore)
-        self._reducer: Reducer | None = None
+        for reminder in self.__dict__.pop("_join_reminders", ()):
+            reminder.remove()
+        self._reducer = None
+        self._is_joined = True
+        with_buffers = self.forward_sync_buffers or (self._init_sync and self._init_sync_buffers)
+        self._registry = Registry(self.module, self.parameters_to_ignore, with_buffers=with_buffers)
         if dist.get_world_size(group) == 1:
             return
+        collect_abandoned(self.module.parameters())
         offers = self._registry.agree(group, extra=retired_names(group))
         channels = open_channels(group, self.device_type, offers, owner=self._registry)
         self._reducer = Reducer(self._registry, channels, **self._caps)
         self._reducer.sync = self._sync
+        if self._init_sync:
+            buffers = self._registry.buffers() if self._init_sync_buffers else []
+            broadcast_tensors([*self._registry.params, *buffers], group)
 
     def _choose_buffers(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
         """Settle ``forward_sync_buffers``; return whether buffers are copied at construction. As torch 2.13 does."""
@@ -222,6 +249,13 @@ class DistributedDataParallel(Module):
             return True
         self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         return self.forward_sync_buffers
+
+
+def _remind(_: torch.nn.Parameter) -> None:
+    raise ReductionError(
+        f"rank {dist.get_rank()}: a backward through a copied or loaded DistributedDataParallel that has not joined "
+        "the other ranks; its gradients would not be averaged. Call the wrapper in train() mode on all ranks first."
+    )
 
 
 def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:

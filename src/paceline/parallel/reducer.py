@@ -2,31 +2,36 @@
 
 One mode, always right. A *round* is one outermost backward:
 
-    hook of p fires     p's bucket counts down; full buckets are launched, in the plan's order    } overlap
-    outermost task ends the rest are launched: every rank launches every bucket exactly once      }
-                        a control message says which parameters anybody used, what came late, who changed its model
-                        late gradients are reduced once more; p.grad becomes the average
+    a gradient arrives    its bucket counts down; complete buckets are launched, in the plan's order   } overlap
+    the backward ends     the rest are launched: every rank launches every bucket exactly once         }
+                          a control message says which parameters anybody used, what came late, who changed its model
+                          late gradients are reduced once more; param.grad becomes the average
 
-The invariant: on every rank the same collectives run in the same order, whatever the ranks' graphs look like. Order
-depends only on the plan and on the control message, which are the same everywhere; a rank's own arrival times decide
-only *when* it launches. So no pattern of use can hang, and what the prediction missed is put right by reducing again.
+The invariant: in every round all ranks run the same collectives in the same order, whatever their graphs look like.
+Order depends only on the plan and on the control message, which are the same everywhere; a rank's own arrival times
+decide only *when* it launches. So ranks that run equally many rounds cannot hang, and what the prediction missed is put
+right by reducing again.
 
-Averaging is idempotent and linear, which is why gradients that were accumulated before (under ``no_sync``, or by an
-earlier round) are simply part of what is averaged.
+Why that is right: averaging is linear, so a gradient that came late can be averaged by itself and added. It is also
+idempotent, so what is already the average (accumulated by an earlier round) stays what it is when averaged again.
 """
 
 import functools
+import gc
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import ReductionError, ReplicaMismatchError
 from paceline.parallel.agreement import all_gather_object
-from paceline.parallel.bucket import Bucket, Member, SparseBucket, layout_of
+from paceline.parallel.bucket import Bucket, DenseBucket, Member, SparseBucket, layout_of
 from paceline.parallel.channels import Channels
 from paceline.parallel.control import Control, PendingControl
 from paceline.parallel.registry import Registry
@@ -34,39 +39,47 @@ from paceline.parallel.rounds import Round
 from paceline.plan import ParamSpec, plan_buckets
 
 _numbers = itertools.count()
+_living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 
 
 class Reducer:
-    """Keeps the gradients of ``registry``'s parameters equal on all ranks."""
+    """Keeps the gradients of ``registry``'s parameters equal on all ranks.
+
+    Attributes:
+        sync: whether backwards average; False within ``no_sync``.
+        number: in the order in which reducers were made, which is the same on all ranks.
+        has_run: whether a round has ended.
+        place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
+            step, and Python's hash of a tensor is slow.
+    """
 
     def __init__(self, registry: Registry, channels: Channels, *, cap_bytes: int, first_cap_bytes: int) -> None:
-        self.sync = True  # False within no_sync: gradients then stay local
+        self.sync = True
         self.number = next(_numbers)
+        self.has_run = False
         self._registry = registry
         self._channels = channels
         self._world_size = dist.get_world_size(channels.gradients)
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
         self._round: Round | None = None
         self._failure = ""
-        self.has_run = False  # once it has, the order in which gradients arrive is known
-        self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._order = list(range(len(registry.params)))[::-1]
+        self._hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._order = _last_first(registry)
+        self._order_is_learnt = False
         self._expected = [True] * len(registry.params)
         self._replan()
         self._hook_parameters()
-        registry.on_change = _weakly(self, Reducer._hook_parameters)
+        registry.on_newcomer = _weakly(self, Reducer._hook_parameters)
         weakref.finalize(self, _remove_all, self._hooks)
+        _living.add(self)
 
     # -- before and during backward ------------------------------------------------------------------------------
 
     def watch(self, output: torch.Tensor) -> None:
         """Let the backward that starts from ``output`` own its round, so that tasks nested in it do not end it."""
         if output.grad_fn is not None:
-            output.grad_fn.register_prehook(self._before_backward)
-
-    def _before_backward(self, _: object) -> None:
-        if self.sync:
-            self.open_round()
+            # Weakly: the graph may be held by the model, in a cycle that the garbage collector cannot see.
+            output.grad_fn.register_prehook(functools.partial(_before_backward, weakref.ref(self)))
 
     def open_round(self) -> Round:
         """The round in progress; opened by the first that asks within a backward.
@@ -74,11 +87,13 @@ class Reducer:
         [Note: the outermost task] Autograd runs callbacks at the end of the graph task in which they were queued, and
         reentrant checkpointing nests tasks. The task that opens the round ends it. Where the model's forward was
         called, a hook on its output opens it, in the outermost task. Where it was bypassed, the first gradient does;
-        then a nested task may be a round of its own, which is still right.
+        then a nested task may be a round of its own, which is right as long as tasks nest alike on all ranks.
         """
         if self._round is not None and not self._round.is_abandoned():
             return self._round
         self._check_usable()
+        if self._kinds() != self._planned_kinds:  # the model was cast or moved
+            self._replan()
         for bucket in self._buckets:
             bucket.prepare(self._expected)
         preexisting = {index for index, param in enumerate(self._registry.params) if param.grad is not None}
@@ -92,147 +107,171 @@ class Reducer:
         current = self._round
         if current is None or current.is_abandoned():
             current = self.open_round()
-        place = self._place_of.get(id(param))
+        current.is_touched = True
+        if current.is_ready:
+            # Only now, and not when the last member arrived: hooks of the user's on that member come after ours, and
+            # are to find its gradient.
+            self._launch_complete(current)
+        place = self.place_of.get(id(param))
         if place is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
             return
         index, bucket = place
         bucket.note_stream(param)
-        if bucket.launched or index in current.arrived:
+        if bucket.is_launched or index in current.arrived:
             return  # late, or once more: both are in param.grad, which is looked at later
         current.arrived[index] = None
         if self._expected[index]:
-            bucket.missing -= 1
-            if bucket.missing == 0:
-                self._launch_ready(current)
+            bucket.num_missing -= 1
+            current.is_ready = current.is_ready or bucket.num_missing == 0
 
-    def _launch_ready(self, current: Round, everything: bool = False) -> None:
+    def _launch_complete(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
+        current.is_ready = False
         while current.num_launched < len(self._buckets):
             bucket = self._buckets[current.num_launched]
-            if bucket.missing > 0 and not everything:
+            if bucket.num_missing > 0 and not everything:
                 return
-            current.num_launched += 1  # first: if the launch fails, the round is known to have begun
-            with torch.no_grad(), self._explained(bucket):
-                bucket.launch(self._channels.gradients, current.preexisting)
+            self._launch(bucket, current)
+            current.num_launched += 1
+
+    def _launch(self, bucket: Bucket, current: Round) -> None:
+        with torch.no_grad():
+            bucket.pack(current.preexisting)
+            self._channels.is_idle = False
+            with self._explained(bucket):
+                bucket.send(self._channels.gradients)
 
     # -- at the end of backward ----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def send_all(self) -> None:
+    def send_rest(self) -> None:
         """All gradients are there: launch what has not been launched, and the control message."""
         assert self._round is not None
-        self._launch_ready(self._round, everything=True)
-        self._round.told = self._send_control(self._buckets)
+        self._launch_complete(self._round, everything=True)
+        self._round.pending = self._send_control(self._buckets)
 
     @torch.no_grad()
     def finish_round(self) -> None:
         """Wait for the averages, put right what came late, and make them the parameters' gradients."""
         current, self._round = self._round, None
         assert current is not None
-        assert current.told is not None
+        assert current.pending is not None
         self._failure = "the backward before this one failed while gradients were being averaged"
-        told = self._complete(self._buckets, current.told)
-        self._settle(told, current)
+        try:
+            control = self._collect(self._buckets, current.pending)
+            planned = {self._registry.names[index] for bucket in self._buckets for index in bucket.indices}
+            bases: dict[int, torch.Tensor] = {}
+            if control.is_changed:
+                control, bases = self._agree_anew(planned)
+            else:
+                self._update_plan(current)
+            self._expected = list(control.used)
+            self._reduce_unplanned(control, planned, current)
+            for index, base in bases.items():
+                grad = self._registry.params[index].grad
+                self._registry.params[index].grad = base if grad is None else grad + base
+        except ReplicaMismatchError:
+            self._failure = ""  # all ranks raise it, with nothing under way
+            self._channels.is_idle = True
+            raise
         self._failure = ""
+        self._channels.is_idle = True
+        self.has_run = True
 
     def _send_control(self, buckets: Sequence[Bucket]) -> PendingControl:
         """Tell all ranks what this one has. A collective call."""
-        changed = self._registry.notice_changes()
-        trainable = [param.requires_grad for param in self._registry.params]
-        # A frozen parameter may keep a gradient of earlier times: averaged as long as the plan has it, then left alone.
-        used = [
-            has and (trains or id(param) in self._place_of)
-            for has, trains, param in zip(self._has_gradient(buckets), trainable, self._registry.params, strict=True)
-        ]
-        mine = Control(used, [bucket.is_late() for bucket in buckets], changed)
+        is_late = [bucket.is_late() for bucket in buckets]
+        mine = Control(self._has_gradient(buckets), is_late, self._registry.has_changed())
         with self._explained(None):
-            return PendingControl(mine, trainable, self._channels.control)
-
-    def _hear(self, pending: PendingControl) -> Control:
-        with self._explained(None):
-            told = pending.result()
-        if not told.same_state and not told.changed:
-            self._explain_frozen()
-        return told
+            return PendingControl(mine, (self._trainable(), self._kinds()), self._channels.control)
 
     def _has_gradient(self, buckets: Sequence[Bucket]) -> list[bool]:
-        has = [param.grad is not None for param in self._registry.params]
+        """By parameter, whether this rank has a gradient of it that is to be averaged.
+
+        A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
+        """
+        params = self._registry.params
+        has = [p.grad is not None and (p.requires_grad or id(p) in self.place_of) for p in params]
         for bucket in buckets:
             for index in bucket.contributors:
                 has[index] = True
         return has
 
-    def _complete(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
+    def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
+        """Wait for ``buckets`` and the control message; average what came late; hand out the averages."""
         for bucket in buckets:
             with self._explained(bucket):
                 bucket.wait()
-        told = self._hear(pending)
-        for bucket, late in zip(buckets, told.late, strict=True):
-            if late:
+        control = self._hear(pending)
+        for bucket, is_late in zip(buckets, control.late, strict=True):
+            if is_late:
                 with self._explained(bucket):
                     bucket.reduce_late(self._channels.gradients)
-            bucket.give(told.used)
-        return told
+            bucket.give(control.used)
+        return control
 
-    def _settle(self, told: Control, current: Round) -> None:
-        """Bring the plan up to date, and reduce what the old one did not have."""
-        registry = self._registry
-        planned = {registry.names[index] for bucket in self._buckets for index in bucket.indices}
-        bases: dict[int, torch.Tensor] = {}
-        if told.changed:
-            before = dict(zip(registry.names, registry.params, strict=True))
-            news = registry.agree_anew(self._channels.control)
-            self._order = list(range(len(registry.params)))[::-1]
-            self._hook_parameters()
-            self._replan()
-            told = self._hear(self._send_control([]))
-            planned -= set(news)
-            bases = self._set_aside(before, [name for name, ranks in news.items() if ranks < self._world_size])
-        elif not self.has_run:
+    def _hear(self, pending: PendingControl) -> Control:
+        with self._explained(None):
+            control = pending.result()
+        if not control.is_same_state and not control.is_changed:
+            self._explain_difference()
+        return control
+
+    def _update_plan(self, current: Round) -> None:
+        if not self._order_is_learnt:
             self._learn_order(current)
             self._replan()
-        elif self._planned_for != tuple(param.requires_grad for param in registry.params):
+        elif self._trainable() != self._planned_trainable:
             self._replan()
-        self._expected = list(told.used)
-        unplanned = [index for index, used in enumerate(told.used) if used and registry.names[index] not in planned]
-        if unplanned:
-            buckets = self._make_buckets(unplanned)
-            for bucket in buckets:
-                with self._explained(bucket):
-                    bucket.launch(self._channels.gradients, current.preexisting)
-            for bucket in buckets:
-                with self._explained(bucket):
-                    bucket.wait()
-                bucket.give(told.used)
-        for index, base in bases.items():
-            grad = registry.params[index].grad
-            registry.params[index].grad = base if grad is None else grad + base
 
-    def _set_aside(self, before: dict[str, Parameter], names: Sequence[str]) -> dict[int, torch.Tensor]:
-        """For parameters replaced on some ranks only: what has been averaged of them, by index.
+    def _agree_anew(self, planned: set[str]) -> tuple[Control, dict[int, torch.Tensor]]:
+        """Some rank has other parameters than those agreed on: compare all, and plan anew. A collective call.
 
-        Ranks that kept theirs have contributed already; the newcomers' gradients, averaged by themselves, are added.
+        A parameter that was replaced on some ranks only is half reduced: the ranks that kept theirs have contributed to
+        the old plan's average. That is the base, by index, to which the average of the newcomers' gradients is added.
+        Say rank 0 kept w and has gradient 1, and rank 1 replaced it and has 2: the old plan gave 1/2, the newcomer's
+        average is 2/2, and the sum is 1.5, as it should be.
+
+        Args:
+            planned: names in the old plan; those of newcomers are taken out.
         """
+        registry = self._registry
+        before = dict(zip(registry.names, registry.params, strict=True))
+        num_new = registry.agree_anew(self._channels.control)
+        self._order, self._order_is_learnt = _last_first(registry), False
+        self._expected = [True] * len(registry.params)
+        self._hook_parameters()
+        self._replan()
+        control = self._hear(self._send_control([]))
+        planned.difference_update(num_new)
         bases: dict[int, torch.Tensor] = {}
-        for name in names:
-            index = self._registry.names.index(name)
-            param = self._registry.params[index]
-            averaged = before[name].grad if name in before else None
-            if averaged is not None:
-                bases[index] = averaged
-            if before.get(name) is param:
-                param.grad = None
-        return bases
+        for index, name in enumerate(registry.names):
+            if 0 < num_new.get(name, 0) < self._world_size and name in before:
+                averaged, param = before[name].grad, registry.params[index]
+                if averaged is not None:
+                    bases[index] = averaged
+                if param is before[name]:
+                    param.grad = None
+        return control, bases
+
+    def _reduce_unplanned(self, control: Control, planned: set[str], current: Round) -> None:
+        """Average what somebody used and the plan of this round did not have: newcomers, and the unfrozen."""
+        names = self._registry.names
+        buckets = self._make_buckets([i for i, used in enumerate(control.used) if used and names[i] not in planned])
+        for bucket in buckets:
+            self._launch(bucket, current)
+        for bucket in buckets:
+            with self._explained(bucket):
+                bucket.wait()
+            bucket.give(control.used)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
-        """Plan buckets for the parameters that train now. The same on all ranks: so are order and flags."""
-        params = self._registry.params
-        self._planned_for = tuple(param.requires_grad for param in params)
-        self._buckets = self._make_buckets([index for index in self._order if params[index].requires_grad])
-        # By the parameter's id: a hook runs for each parameter in each step, and Python's hash of a tensor is slow.
-        self._place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
+        """Plan buckets for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
+        self._planned_trainable, self._planned_kinds = self._trainable(), self._kinds()
+        self._buckets = self._make_buckets([index for index in self._order if self._planned_trainable[index]])
+        self.place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
 
     def _make_buckets(self, indices: Sequence[int]) -> list[Bucket]:
         registry = self._registry
@@ -242,30 +281,36 @@ class Reducer:
             kind, sparse = f"{param.dtype} {param.device}", index in registry.sparse
             specs.append(ParamSpec(index, param.numel(), param.element_size(), kind, sparse))
         buckets: list[Bucket] = []
-        for number, members_of in enumerate(plan_buckets(specs, **self._caps).buckets):
+        for number, indices_of in enumerate(plan_buckets(specs, **self._caps).buckets):
             members = [
                 Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
-                for index in members_of
+                for index in indices_of
             ]
-            make = SparseBucket if members[0].index in registry.sparse else Bucket
+            make = SparseBucket if members[0].index in registry.sparse else DenseBucket
             buckets.append(make(number, members, self._world_size))
         return buckets
 
     def _learn_order(self, current: Round) -> None:
         """Once: order parameters as their gradients arrived on the first rank. A collective call."""
-        arrived = list(current.arrived)
         rest = [index for index in self._order if index not in current.arrived]
-        order = torch.tensor(arrived + rest, dtype=torch.int64)
+        order = torch.tensor([*current.arrived, *rest], dtype=torch.int64)
         with self._explained(None):
             dist.broadcast(order, group=self._channels.control, group_src=0)
         self._order = order.tolist()
-        self.has_run = True
+        self._order_is_learnt = True
+
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(param.requires_grad for param in self._registry.params)
+
+    def _kinds(self) -> tuple[tuple[torch.dtype, torch.device], ...]:
+        return tuple((param.dtype, param.device) for param in self._registry.params)
 
     def _hook_parameters(self) -> None:
         """Hook each parameter once, frozen ones too: a hook outlives freezing, so no forward is needed to unfreeze."""
         present = list(self._registry.present())
-        for param in self._hooks.keys() - set(present):
-            self._hooks.pop(param).remove()
+        ids = {id(param) for param in present}
+        for param in [param for param in self._hooks if id(param) not in ids]:
+            self._hooks.pop(param).remove()  # type: ignore[no-untyped-call]
         for param in present:
             if param in self._hooks or not (param.is_floating_point() or param.is_complex()):
                 continue
@@ -280,10 +325,10 @@ class Reducer:
     # -- errors --------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
-        if self._round is not None and self._round.num_launched == 0:
-            self._round = None  # a backward that failed before anything was sent: the other ranks wait for this one
-        if self._round is not None:
+        """Raise if an earlier backward left the ranks out of step; forget one that failed before it sent anything."""
+        if self._round is not None and self._round.num_launched > 0:
             self._failure = "the backward before this one raised an error after part of its gradients had been sent"
+        self._round = None
         if self._failure:
             raise ReductionError(
                 f"rank {dist.get_rank()}: {self._failure}. The ranks no longer agree on what comes next: end them all "
@@ -293,18 +338,31 @@ class Reducer:
     def _explained(self, bucket: Bucket | None) -> "_Explained":
         return _Explained(self._registry, bucket, self._world_size)
 
-    def _explain_frozen(self) -> None:
-        """Raise on every rank, naming the first parameter that is frozen on some ranks only."""
-        trainable = [param.requires_grad for param in self._registry.params]
-        everyones = all_gather_object(trainable, self._channels.control)
-        ranks = dist.get_process_group_ranks(self._channels.control)
-        for name, flags in zip(self._registry.names, zip(*everyones, strict=True), strict=True):
-            if len(set(flags)) > 1:
-                trains, frozen = ranks[flags.index(True)], ranks[flags.index(False)]
-                raise ReplicaMismatchError(
-                    f"{name!r} has requires_grad=True on rank {trains} and False on rank {frozen}. Freeze and unfreeze "
-                    "parameters on every rank alike."
-                )
+    def _explain_difference(self) -> None:
+        """Raise on every rank, naming the first parameter that is frozen, or cast, on some ranks only."""
+        group = self._channels.control
+        mine = list(zip(self._trainable(), (str(dtype) for dtype, _ in self._kinds()), strict=True))
+        everyones = all_gather_object(mine, group)
+        ranks = dist.get_process_group_ranks(group)
+        for name, states in zip(self._registry.names, zip(*everyones, strict=True), strict=True):
+            for what, values in zip(("requires_grad", "dtype"), zip(*states, strict=True), strict=True):
+                other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+                if other is not None:
+                    raise ReplicaMismatchError(
+                        f"{name!r} has {what}={values[0]} on rank {ranks[0]} and {values[other]} on rank "
+                        f"{ranks[other]}. Freeze, unfreeze and cast parameters on every rank alike."
+                    )
+
+
+def collect_abandoned(params: Iterable[Parameter]) -> None:
+    """Before a model is wrapped again: let go of earlier wrappers that are garbage.
+
+    One that hides in a reference cycle would go on reducing until each rank's garbage collector finds it, on each at
+    another time.
+    """
+    ids = {id(param) for param in params}
+    if any(not ids.isdisjoint(reducer.place_of) for reducer in _living):
+        gc.collect()
 
 
 class _Explained:
@@ -317,32 +375,49 @@ class _Explained:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError) or isinstance(error, (ReductionError, ReplicaMismatchError)):
+        if not isinstance(error, RuntimeError):
             return
         if self._bucket is None:
             what = "the control message"
         else:
             names = [self._registry.names[index] for index in self._bucket.indices]
-            span = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}"
-            what = f"bucket {self._bucket.number} ({span}, {len(names)} parameters)"
+            span = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}, {len(names)} parameters"
+            what = f"bucket {self._bucket.number} ({span})"
         raise ReductionError(
             f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another "
             f"rank has ended or is stuck; its output says why. The backend reports: {error}"
         ) from error
 
 
-def _weakly(owner: Reducer, method: "object") -> "functools.partial[None]":
+def _last_first(registry: Registry) -> list[int]:
+    """The order in which gradients arrive, as far as can be told before any has: the reverse of the model's."""
+    return list(range(len(registry.params)))[::-1]
+
+
+def _before_backward(owner: "weakref.ref[Reducer]", _: object) -> None:
+    """Runs when a backward comes to an output of the wrapper."""
+    reducer = owner()
+    if reducer is None:
+        raise ReductionError(
+            f"rank {dist.get_rank()}: backward through an output of a DistributedDataParallel that has been deleted; "
+            "its gradients would not be averaged. Keep the wrapper until backward has run."
+        )
+    if reducer.sync:
+        reducer.open_round()
+
+
+def _weakly(owner: Reducer, method: Callable[..., None]) -> Callable[..., None]:
     """A bound method that does not keep ``owner`` alive, and does nothing once it is gone."""
     return functools.partial(_call_if_alive, weakref.ref(owner), method)
 
 
-def _call_if_alive(owner: "weakref.ref[Reducer]", method: object, *args: object) -> None:
+def _call_if_alive(owner: "weakref.ref[Reducer]", method: Callable[..., None], *args: Any) -> None:
     reducer = owner()
     if reducer is not None:
-        method(reducer, *args)  # type: ignore[operator]
+        method(reducer, *args)
 
 
-def _remove_all(hooks: "dict[Parameter, torch.utils.hooks.RemovableHandle]") -> None:
-    for handle in hooks.values():
+def _remove_all(hooks: WeakIdKeyDictionary) -> None:
+    handles: list[RemovableHandle] = list(hooks.values())  # type: ignore[no-untyped-call]
+    for handle in handles:
         handle.remove()
-    hooks.clear()

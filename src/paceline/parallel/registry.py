@@ -1,15 +1,17 @@
-"""The parameters that the ranks have agreed on, and the watch for new ones.
+"""The parameters and buffers that the ranks have agreed on, and the watch for other ones.
 
-The invariant: ``names``, ``params``, ``strides`` and ``sparse`` change only in ``agree_anew``, a collective call, and
-then alike on all ranks. What the module holds may run ahead of that: a parameter registered since is a *newcomer*.
+The invariant: ``names``, ``params``, ``strides``, ``sparse`` and ``buffer_names`` change only in ``agree`` and
+``agree_anew``, collective calls, and then alike on all ranks. What the module holds may run ahead of that: a parameter
+registered since is a *newcomer*.
 
-Newcomers are seen at once through torch's registration hooks, even if no forward of the wrapper follows, and once more
-by a look at every place where a parameter was found, at the end of each backward.
+Changes are seen twice. torch's registration hooks tell of a newcomer at once, so that its gradient is noticed even if
+no forward of the wrapper follows. And at the end of each backward ``has_changed`` looks at every place where something
+was found, since a script may also write into ``module._parameters``, or remove a layer, which no hook tells.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.parallel.agreement import Spec, agree
 from paceline.parallel.broadcast import broadcast_tensors
@@ -28,18 +31,25 @@ _watchers: "weakref.WeakKeyDictionary[Module, weakref.WeakSet[Registry]]" = weak
 
 
 class Registry:
-    """The trainable and frozen parameters of ``module``, in an order that all ranks share."""
+    """The trainable and frozen parameters of ``module``, in an order that all ranks share.
 
-    def __init__(self, module: Module, ignored: Set[str] = frozenset()) -> None:
-        self.on_change: Callable[[], None] = lambda: None
+    Args:
+        ignored: names of parameters and buffers to leave alone.
+        with_buffers: whether buffers are copied between ranks, and so must agree.
+    """
+
+    def __init__(self, module: Module, ignored: Set[str] = frozenset(), *, with_buffers: bool = True) -> None:
+        self.on_newcomer: Callable[[], None] = lambda: None
         self.names: list[str] = []
         self.params: list[Parameter] = []
         self.strides: list[tuple[int, ...]] = []
-        self.sparse: set[int] = set()
-        self.index_of: dict[Parameter, int] = {}
+        self.sparse: set[int] = set()  # indices of parameters whose gradients are sparse
+        self.buffer_names: list[str] = []
         self._module = module
         self._ignored = ignored
-        self._newcomers: list[Parameter] = []
+        self._with_buffers = with_buffers
+        self._newcomers = WeakIdKeyDictionary()
+        self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         _watch()
 
     def agree(self, group: dist.ProcessGroup, extra: Any = None) -> list[Any]:
@@ -50,19 +60,17 @@ class Registry:
         Raises:
             ReplicaMismatchError: on every rank, naming the first difference.
         """
-        here = dict(self._named_params())
-        buffers = dict(self._named_buffers())
+        here, buffers = dict(self._named_params()), dict(self._named_buffers())
         specs, extras = agree([Spec.of(name, tensor) for name, tensor in {**here, **buffers}.items()], group, extra)
         agreed = [spec for spec in specs if spec.name in here]
         self.names = [spec.name for spec in agreed]
         self.params = [here[spec.name] for spec in agreed]
         self.strides = [spec.stride for spec in agreed]
-        self.index_of = {param: index for index, param in enumerate(self.params)}
         sparse = {id(param) for param in _sparse_params(self._module)}
         self.sparse = {index for index, param in enumerate(self.params) if id(param) in sparse}
         self.buffer_names = [spec.name for spec in specs if spec.name in buffers]
-        self._newcomers = []
-        self._look_around()
+        self._newcomers.clear()
+        self._note_places()
         return extras
 
     def agree_anew(self, group: dist.ProcessGroup) -> dict[str, int]:
@@ -71,19 +79,22 @@ class Registry:
         Returns:
             For each name that is new on some rank, on how many it is.
         """
-        known = set(self.params)
-        mine = [name for name, param in self._named_params() if param not in known]
+        known = {id(param) for param in self.params}
+        mine = [name for name, param in self._named_params() if id(param) not in known]
         everyones = self.agree(group, extra=mine)
         news = Counter(name for names in everyones for name in names)
         broadcast_tensors([param for name, param in zip(self.names, self.params, strict=True) if name in news], group)
         return dict(news)
 
-    def notice_changes(self) -> bool:
-        """Whether the module holds other parameters than those agreed on."""
+    def has_changed(self) -> bool:
+        """Whether the module holds other parameters, or other kinds of buffers, than those agreed on."""
         if self._newcomers:
             return True
-        in_place = all(table.get(name) is param for table, name, param in self._places)
-        return not in_place or self._num_entries != sum(map(len, self._tables))
+        if self._num_entries != sum(map(len, self._tables)):
+            return True
+        if not all(table.get(name) is entry for table, name, entry in self._places):
+            return True
+        return not all(_kind(table.get(name)) == kind for table, name, kind in self._buffer_places)
 
     def present(self) -> Iterator[Parameter]:
         """The parameters agreed on, and the newcomers."""
@@ -99,25 +110,39 @@ class Registry:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)
 
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, b) for name, b in self._module.named_buffers() if name not in self._ignored)
+        if self._with_buffers:
+            yield from ((name, b) for name, b in self._module.named_buffers() if name not in self._ignored)
 
-    def _look_around(self) -> None:
-        """Note where parameters and modules lie, so that a later look is cheap."""
+    def _note_places(self) -> None:
+        """Note where parameters, buffers and modules lie, so that a later look is cheap; watch the modules."""
         modules = list(self._module.modules())
+        for module in set(self._watched) - set(modules):
+            _watchers[module].discard(self)
         for module in modules:
-            _watchers.setdefault(module, weakref.WeakSet()).add(self)
-        self._tables: list[dict[str, Any]] = [
-            *(module._parameters for module in modules),
-            *(module._modules for module in modules),
-        ]
-        self._places = [(table, name, entry) for table in self._tables for name, entry in table.items()]
-        self._num_entries = len(self._places)
+            self._watch(module)
+        own = [table for module in modules for table in (module._parameters, module._modules)]
+        of_buffers = [module._buffers for module in modules] if self._with_buffers else []
+        self._tables: list[dict[str, Any]] = [*own, *of_buffers]
+        self._num_entries = sum(map(len, self._tables))
+        self._places = [(table, name, entry) for table in own for name, entry in table.items()]
+        # A buffer is replaced in the ordinary course of things; what must stay is its shape and dtype.
+        self._buffer_places = [(table, name, _kind(b)) for table in of_buffers for name, b in table.items()]
 
-    def _meet(self, params: Iterator[Parameter]) -> None:
-        news = [param for param in params if param not in self.index_of]
+    def _watch(self, module: Module) -> None:
+        _watchers.setdefault(module, weakref.WeakSet()).add(self)
+        self._watched.add(module)
+
+    def _welcome(self, params: Iterable[Parameter]) -> None:
+        known = {id(param) for param in self.params}
+        news = [param for param in params if id(param) not in known]
+        for param in news:
+            self._newcomers[param] = None
         if news:
-            self._newcomers.extend(news)
-            self.on_change()
+            self.on_newcomer()
+
+
+def _kind(buffer: torch.Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if buffer is None else (buffer.shape, buffer.dtype)
 
 
 def _sparse_params(module: Module) -> Iterator[torch.Tensor]:
@@ -130,24 +155,24 @@ def _sparse_params(module: Module) -> Iterator[torch.Tensor]:
 def _on_parameter(module: Module, _name: str, param: Parameter | None) -> None:
     if param is not None:
         for registry in tuple(_watchers.get(module, ())):
-            registry._meet(iter([param]))
+            registry._welcome([param])
 
 
 def _on_module(parent: Module, _name: str, child: Module | None) -> None:
     if child is not None:
         for registry in tuple(_watchers.get(parent, ())):
             for module in child.modules():
-                _watchers.setdefault(module, weakref.WeakSet()).add(registry)
-            registry._meet(child.parameters())
+                registry._watch(module)
+            registry._welcome(child.parameters())
 
 
-_watching = False
+_is_watching = False
 
 
 def _watch() -> None:
     """Ask torch to tell of registered parameters; once, and only when the first model is wrapped."""
-    global _watching
-    if not _watching:
+    global _is_watching
+    if not _is_watching:
         register_module_parameter_registration_hook(_on_parameter)
         register_module_module_registration_hook(_on_module)
-        _watching = True
+        _is_watching = True

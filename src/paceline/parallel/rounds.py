@@ -1,7 +1,7 @@
 """A round: what one outermost backward means to a reducer, and how its end is found.
 
-The invariant: every round ends exactly once, when the graph task in which it was opened ends; or never, if that task
-raised an error, and then the round knows that it was abandoned.
+The invariant: a round ends exactly once, when the graph task in which it was opened ends; or, if that task raised an
+error, never, and then the round knows that it was abandoned.
 """
 
 import weakref
@@ -18,7 +18,7 @@ class Participant(Protocol):
 
     number: int  # in the order in which reducers were made
 
-    def send_all(self) -> None: ...
+    def send_rest(self) -> None: ...
 
     def finish_round(self) -> None: ...
 
@@ -26,23 +26,26 @@ class Participant(Protocol):
 class Round:
     """One outermost backward, as one reducer sees it."""
 
-    def __init__(self, preexisting: set[int], reducer: "Participant") -> None:
+    def __init__(self, preexisting: set[int], reducer: Participant) -> None:
         self.preexisting = preexisting  # parameters that had a gradient before
-        self.arrived: dict[int, None] = {}  # an ordered set
+        self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
+        self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
+        self.is_ready = False  # whether a bucket may be complete
         self.num_launched = 0
-        self.told: PendingControl | None = None
-        self._task = weakref.ref(Task.current(reducer))
+        self.pending: PendingControl | None = None
+        self._task = weakref.ref(Task.join_current(self, reducer))
 
     def is_abandoned(self) -> bool:
-        """Whether the backward raised an error before its end."""
-        return self._task() is None
+        """Whether the backward raised an error before its end, or at it."""
+        task = self._task()
+        return task is None or task.has_ended
 
 
 _running: "weakref.WeakValueDictionary[int, Task]" = weakref.WeakValueDictionary()
 
 
 class Task:
-    """A graph task of autograd, and the reducers whose rounds end with it.
+    """A graph task of autograd, and the rounds that end with it.
 
     Autograd holds the only lasting reference, as a callback: if the task fails, this object is gone.
 
@@ -51,21 +54,26 @@ class Task:
     """
 
     def __init__(self) -> None:
-        self._reducers: list[Participant] = []
+        self.has_ended = False
+        self._rounds: list[tuple[Round, Participant]] = []
 
     @classmethod
-    def current(cls, reducer: "Participant") -> "Task":
+    def join_current(cls, opened: Round, reducer: Participant) -> "Task":
+        """Let ``opened`` end with the graph task that runs now."""
         number = torch._C._current_graph_task_id()
         task = _running.get(number)
         if task is None:
             task = _running[number] = cls()
             Variable._execution_engine.queue_callback(task)
-        task._reducers.append(reducer)
+        task._rounds.append((opened, reducer))
         return task
 
     def __call__(self) -> None:
-        reducers = sorted(self._reducers, key=lambda reducer: reducer.number)
+        # First: an error below may keep this object alive, in its traceback.
+        self.has_ended = True
+        reducers = [reducer for opened, reducer in self._rounds if opened.is_touched]
+        reducers.sort(key=lambda reducer: reducer.number)
         for reducer in reducers:
-            reducer.send_all()
+            reducer.send_rest()
         for reducer in reducers:
             reducer.finish_round()
