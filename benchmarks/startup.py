@@ -7,10 +7,10 @@ Runs ``torchrun`` and ``paceline run`` in turns, so that both see the same machi
 Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13 CPU, 5 rounds):
 
                            median     best    worst
-    torchrun               12.45s   11.99s   14.95s
-    paceline run            2.43s    2.33s    2.54s
-    import torch, once      2.26s    2.02s    2.41s
-    paceline run is 5.1 times as fast
+    torchrun               11.09s   10.77s   13.03s
+    paceline run            2.10s    1.86s    2.28s
+    import torch, once      1.81s    1.74s    1.99s
+    paceline run is 5.3 times as fast
 """
 
 import argparse

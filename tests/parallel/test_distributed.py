@@ -228,22 +228,45 @@ def test_a_buffer_made_in_the_first_forward_is_copied_from_the_second_on():
     assert run_ranks(2, late_buffer) == [4.0, 4.0]
 
 
-def buffer_cast_on_one(world):
+def buffer_changed_on_one(world, change):
     wrapped = DistributedDataParallel(Counting())
-    with wrapped.no_sync():
-        wrapped(torch.ones(1, 1))
     if world.rank == 1:
-        wrapped.module.seen = torch.zeros(1, dtype=torch.float64)
-    wrapped.eval()
+        if change == "dtype":
+            wrapped.module.seen = torch.zeros(1, dtype=torch.float64)
+        elif change == "shape":
+            wrapped.module.seen = torch.zeros(3)
+        else:
+            del wrapped.module.seen
+            wrapped.module.seen = 0.0
     wrapped(torch.ones(1, 1)).sum().backward()
 
 
-def test_a_buffer_that_changed_on_one_rank_is_an_error_that_names_it():
-    expected = (
-        "ReplicaMismatchError: the ranks' models differ: the dtype of 'seen' is float32 on rank 0 and float64 on "
-        f"rank 1. {ADVICE}"
-    )
-    assert expect_errors(2, buffer_cast_on_one) == [expected] * 2
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ("dtype", "the dtype of 'seen' is float32 on rank 0 and float64 on rank 1."),
+        ("shape", "the shape of 'seen' is (1,) on rank 0 and (3,) on rank 1."),
+        ("gone", "rank 0 has 'seen', of shape (1,), and rank 1 has not (3 against 2 parameters and buffers)."),
+    ],
+)
+def test_a_buffer_that_changed_on_one_rank_is_an_error_that_names_it(change, difference):
+    expected = f"ReplicaMismatchError: the ranks' models differ: {difference} {ADVICE}"
+    assert expect_errors(2, buffer_changed_on_one, change) == [expected] * 2
+
+
+def buffers_cast_on_all(world):
+    wrapped = DistributedDataParallel(Counting())
+    wrapped.double()
+    seen = []
+    for _ in range(2):
+        wrapped.module.seen.fill_(world.rank + 1.0)
+        wrapped(torch.ones(1, 1, dtype=torch.float64)).backward()
+        seen.append(wrapped.module.seen.item())
+    return seen[1], str(wrapped.module.seen.dtype)
+
+
+def test_buffers_cast_on_all_ranks_are_copied_again_after_one_backward():
+    assert run_ranks(2, buffers_cast_on_all) == [(1.0, "torch.float64")] * 2
 
 
 def own_buffers(world):

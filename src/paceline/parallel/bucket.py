@@ -21,6 +21,7 @@ from torch import Tensor
 
 # What sys.getrefcount(views[i]) gives when nobody else has the view: the list, and the argument.
 _OWN_REFERENCES = 2
+_LARGE_NUMEL = 1 << 14
 
 
 @dataclass
@@ -118,20 +119,23 @@ class DenseBucket(Bucket):
             device, dtype = self.members[0].param.device, self.members[0].param.dtype
             self._flat = torch.empty(sum(member.param.numel() for member in self.members), device=device, dtype=dtype)
             self._views = self._carve(self._flat)
-        sources, targets, absent = [], [], []
+        sources, targets, in_place, absent = [], [], [], []
         for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
             grad, member.param.grad = member.param.grad, None
             if grad is None:
                 absent.append(view)
                 continue
             self.contributors.add(member.index)
-            if grad is not view:
+            if grad is view:
+                in_place.append(view)
+            else:
                 sources.append(_dense(grad))
                 targets.append(view)
                 if member.index in preexisting and not grad.is_sparse:
                     self._kept[position] = grad
-        if sources:
-            torch._foreach_copy_(targets, sources)
+        _divide_into(targets, sources, self.world_size)
+        if in_place:
+            torch._foreach_mul_(in_place, 1 / self.world_size)
         if absent:
             torch._foreach_zero_(absent)
         sources.clear()
@@ -141,7 +145,7 @@ class DenseBucket(Bucket):
 
     def send(self, group: dist.ProcessGroup) -> None:
         assert self._flat is not None
-        self._work = average(self._flat, group, self.world_size)
+        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -154,9 +158,9 @@ class DenseBucket(Bucket):
         self._join_streams()
         for member, view in zip(self.members, self._carve(late), strict=True):
             if member.param.grad is not None:
-                view.copy_(_dense(member.param.grad))
+                _divide_into([view], [_dense(member.param.grad)], self.world_size)
                 member.param.grad = None
-        average(late, group, self.world_size).wait()
+        dist.all_reduce(late, group=group)
         self._flat.add_(late)
 
     def give(self, used: Sequence[bool]) -> None:
@@ -263,13 +267,22 @@ def _sum_of_rows(mine: Tensor, group: dist.ProcessGroup, world_size: int) -> Ten
     return torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape, check_invariants=False).coalesce()
 
 
-def average(flat: Tensor, group: dist.ProcessGroup, world_size: int) -> dist.Work:
-    """Start to average ``flat`` over the ranks, in place.
+def _divide_into(targets: Sequence[Tensor], sources: Sequence[Tensor], divisor: int) -> None:
+    """Write ``source / divisor`` into each target.
 
-    Divided before it is summed: a sum of half-precision gradients could overflow.
+    Divided before it is summed: a sum of half-precision gradients could overflow. Large tensors take one pass over
+    memory, small ones one call for all.
     """
-    work: dist.Work = dist.all_reduce(flat.div_(world_size), group=group, async_op=True)
-    return work
+    small_targets, small_sources = [], []
+    for target, source in zip(targets, sources, strict=True):
+        if source.numel() >= _LARGE_NUMEL:
+            torch.mul(source, 1 / divisor, out=target)
+        else:
+            small_targets.append(target)
+            small_sources.append(source)
+    if small_targets:
+        torch._foreach_copy_(small_targets, small_sources)
+        torch._foreach_mul_(small_targets, 1 / divisor)
 
 
 def layout_of(param: Tensor, stride: tuple[int, ...]) -> tuple[int, ...]:

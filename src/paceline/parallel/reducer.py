@@ -109,8 +109,6 @@ class Reducer:
             current = self.open_round()
         current.is_touched = True
         if current.is_ready:
-            # Only now, and not when the last member arrived: hooks of the user's on that member come after ours, and
-            # are to find its gradient.
             self._launch_complete(current)
         place = self.place_of.get(id(param))
         if place is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
@@ -122,7 +120,12 @@ class Reducer:
         current.arrived[index] = None
         if self._expected[index]:
             bucket.num_missing -= 1
-            current.is_ready = current.is_ready or bucket.num_missing == 0
+            if bucket.num_missing == 0:
+                # Where the user has hooks on this parameter too, they may come after ours and are to find its gradient:
+                # then the bucket is launched when the next gradient arrives.
+                current.is_ready = len(param._post_accumulate_grad_hooks) > 1
+                if not current.is_ready:
+                    self._launch_complete(current)
 
     def _launch_complete(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""

@@ -45,6 +45,7 @@ class Registry:
         self.strides: list[tuple[int, ...]] = []
         self.sparse: set[int] = set()  # indices of parameters whose gradients are sparse
         self.buffer_names: list[str] = []
+        self._buffer_kinds: list[tuple[torch.Size, torch.dtype]] = []
         self._module = module
         self._ignored = ignored
         self._with_buffers = with_buffers
@@ -69,6 +70,7 @@ class Registry:
         sparse = {id(param) for param in _sparse_params(self._module)}
         self.sparse = {index for index, param in enumerate(self.params) if id(param) in sparse}
         self.buffer_names = [spec.name for spec in specs if spec.name in buffers]
+        self._buffer_kinds = [(buffers[name].shape, buffers[name].dtype) for name in self.buffer_names]
         self._newcomers.clear()
         self._note_places()
         return extras
@@ -102,9 +104,20 @@ class Registry:
         yield from self._newcomers
 
     def buffers(self) -> list[torch.Tensor]:
-        """The module's buffers as they are now, in an order that all ranks share."""
+        """The module's buffers as they are now, in an order that all ranks share.
+
+        In place of one that is gone, or of another shape or dtype than agreed on, stands a tensor that nobody looks at,
+        so that messages have one size on all ranks; the end of the next backward brings the change to light.
+        """
         here = dict(self._named_buffers())
-        return [here[name] for name in self.buffer_names if name in here]
+        found = [here.get(name) for name in self.buffer_names]
+        device = self.params[0].device
+        return [
+            buffer
+            if buffer is not None and _kind(buffer) == kind
+            else torch.zeros(kind[0], dtype=kind[1], device=device)
+            for buffer, kind in zip(found, self._buffer_kinds, strict=True)
+        ]
 
     def _named_params(self) -> Iterator[tuple[str, Parameter]]:
         return ((name, p) for name, p in self._module.named_parameters() if name not in self._ignored)

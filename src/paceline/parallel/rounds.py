@@ -30,7 +30,7 @@ class Round:
         self.preexisting = preexisting  # parameters that had a gradient before
         self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
         self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
-        self.is_ready = False  # whether a bucket may be complete
+        self.is_ready = False  # whether a complete bucket waits for the next gradient to be launched
         self.num_launched = 0
         self.pending: PendingControl | None = None
         self._task = weakref.ref(Task.join_current(self, reducer))
