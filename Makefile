@@ -19,7 +19,7 @@ demo: install
 	@echo "Two ranks:"
 	@$(BIN)/paceline run -n 2 examples/digits.py --save $(VENV)/demo/two.pt
 	@echo "One process, on the same global batches:"
-	@$(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt
+	@$(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt | tail -n 2
 	@$(BIN)/python examples/compare.py $(VENV)/demo/two.pt $(VENV)/demo/one.pt
 
 test: install

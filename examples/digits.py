@@ -20,8 +20,8 @@ import paceline
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", help=".npz file: images (N, height, width) from 0 to 255, and labels (N)")
-parser.add_argument("--epochs", type=int, default=20)
-parser.add_argument("--batch-size", type=int, default=32, help="over all ranks together")
+parser.add_argument("--epochs", type=int, default=40)
+parser.add_argument("--batch-size", type=int, default=96, help="over all ranks together")
 parser.add_argument("--save", help="where to write the trained parameters")
 args = parser.parse_args()
 
