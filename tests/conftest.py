@@ -36,8 +36,10 @@ def nothing_is_left_behind() -> Iterator[None]:
     while (left := _difference(before, _belongings())) and time.monotonic() < deadline:
         time.sleep(0.02)
     if shared := left.pop("shared memory", set()):
-        # Other programs of this user come and go beside the tests: what one of them uses is not left behind by us.
-        left |= {"shared memory": orphans} if (orphans := shared - _used_by_others()) else {}
+        # Other programs of this user come and go beside the tests: what one of them uses, or has just used, is not
+        # left behind by us.
+        orphans = (shared - _used_by_others()) & set(_own_files(pathlib.Path("/dev/shm")))
+        left |= {"shared memory": orphans} if orphans else {}
     assert not left, f"left behind: {left}"
 
 
