@@ -305,6 +305,7 @@ def test_tensors_that_are_strided_or_conjugate():
 def refusals(world):
     model = nn.Linear(1, 1)
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    wide = dist.device_mesh.init_device_mesh("cpu", (2, 1))
     cases = {
         "nothing to train": lambda: DistributedDataParallel(nn.Linear(1, 1).requires_grad_(False)),
         "lazy": lambda: DistributedDataParallel(nn.LazyLinear(1)),
@@ -312,13 +313,14 @@ def refusals(world):
         "device of a CPU module": lambda: DistributedDataParallel(model, device_ids=[0]),
         "negative cap": lambda: DistributedDataParallel(model, bucket_cap_mb=-1),
         "two groups": lambda: DistributedDataParallel(model, process_group=dist.group.WORLD, device_mesh=mesh),
+        "two dimensions": lambda: DistributedDataParallel(model, device_mesh=wide),
     }
     told = {}
     for name, call in cases.items():
         try:
             call()
         except Exception as error:
-            told[name] = type(error), str(error)
+            told[name] = type(error), str(error).partition(", but got DeviceMesh")[0]
     return told
 
 
@@ -342,6 +344,7 @@ def test_what_torch_refuses_is_refused():
             "Leave them out.",
         ),
         "negative cap": (PlanError, "bucket_cap_mb=-1: expected MiB, not less than 0."),
+        "two dimensions": (RuntimeError, "Only 1D device mesh is supported"),
         "two groups": (RuntimeError, "Cannot specify both process_group and device_mesh arguments."),
     }
 

@@ -263,7 +263,7 @@ def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only a one-dimensional device mesh is supported, but got {device_mesh}.")
+            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         return device_mesh.get_group(mesh_dim=0)
     if process_group is not None:
         return process_group
