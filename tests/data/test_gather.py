@@ -14,22 +14,10 @@ import torch.distributed as dist
 from paceline.data import DataLoader, DistributedSampler, gather
 from paceline.data.exchange import _payload_device
 from paceline.errors import DataError
+from support.datasets import Numbers
 from support.ranks import run_ranks
 
 Scores = collections.namedtuple("Scores", ["logits", "names"])
-
-
-class Numbers:
-    """A dataset of the numbers below a size."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
 
 
 def on_ranks(world_size, fn):

@@ -13,20 +13,8 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from paceline.data import DataLoader, DistributedSampler
 from paceline.errors import DataError
+from support.datasets import Numbers
 from support.ranks import run_ranks
-
-
-class Numbers:
-    """A dataset of the numbers below a size."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
 
 
 class Noise(Numbers):

@@ -11,20 +11,8 @@ from torch.utils.data import DataLoader as TorchDataLoader
 
 from paceline.data import DistributedSampler
 from paceline.errors import DataError
+from support.datasets import Numbers
 from support.ranks import run_ranks
-
-
-class Numbers:
-    """A dataset of the numbers below a size, without holding them."""
-
-    def __init__(self, size):
-        self.size = size
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return index
 
 
 def all_ranks(size, num_replicas, **kwargs):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import paceline
 from paceline.errors import WorldError
+from paceline.ports import describe_port_holder
 from paceline.rendezvous.meet import parse_method
 from paceline.rendezvous.peers import Peer, name_ranks
-from paceline.rendezvous.stores import describe_port_holder
 from support.ranks import expect_errors, run_ranks
 
 
@@ -383,7 +383,7 @@ def test_a_busy_port_names_its_holder():
 
 
 def test_a_port_that_nobody_listens_on_has_no_holder_to_name():
-    assert describe_port_holder(free_port()) == "a process of another user"
+    assert describe_port_holder(free_port()) == "a process that this user may not see"
 
 
 def rank_0_at_port_1(rank, world_size, directory):

@@ -4,10 +4,10 @@ the choice and the use.
 
 import errno
 import socket
-import time
 
 from paceline.errors import LaunchError
 from paceline.launch.environment import MASTER_ADDR
+from paceline.ports import describe_port_holder
 
 
 def claim_port(port: int, *, backlog: int) -> socket.socket:
@@ -28,32 +28,11 @@ def claim_port(port: int, *, backlog: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise LaunchError(
-                f"port {port} is taken by {_holder(port)}; end that process, choose another --master-port, "
-                "or leave it out to take a free one"
+                f"port {port} is taken by {describe_port_holder(port)}; end that process, choose another "
+                "--master-port, or leave it out to take a free one"
             ) from None
         raise LaunchError(
             f"port {port} cannot be bound on {MASTER_ADDR}: {error.strerror}; choose another --master-port, "
             "or leave it out to take a free one"
         ) from None
     return listener
-
-
-def _holder(port: int) -> str:
-    """Who listens on ``port``, as far as this user may see."""
-    import psutil
-
-    unseen = "a process that this user may not see"
-    try:
-        pids = [
-            connection.pid
-            for connection in psutil.net_connections(kind="tcp")
-            if connection.laddr and connection.laddr.port == port and connection.pid
-        ]
-        if not pids:
-            return unseen
-        process = psutil.Process(pids[0])
-        command = " ".join(process.cmdline()) or process.name()
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
-    except psutil.Error:
-        return unseen
-    return f"pid {pids[0]} ({command!r}, started {started})"

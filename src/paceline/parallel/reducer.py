@@ -20,20 +20,19 @@ import functools
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.errors import ReductionError, ReplicaMismatchError
-from paceline.parallel.agreement import all_gather_object
 from paceline.parallel.bucket import Bucket, DenseBucket, Member, SparseBucket, layout_of
 from paceline.parallel.channels import Channels
 from paceline.parallel.control import Control, PendingControl
+from paceline.parallel.explain import Explained, raise_first_difference
+from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.registry import Registry
 from paceline.parallel.rounds import Round
 from paceline.plan import ParamSpec, plan_buckets
@@ -63,14 +62,13 @@ class Reducer:
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
         self._round: Round | None = None
         self._failure = ""
-        self._hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._hooks = GradientHooks(self._arrived)
         self._order = _last_first(registry)
         self._order_is_learnt = False
         self._expected = [True] * len(registry.params)
         self._replan()
-        self._hook_parameters()
-        registry.on_newcomer = _weakly(self, Reducer._hook_parameters)
-        weakref.finalize(self, _remove_all, self._hooks)
+        self._follow_parameters()
+        registry.on_newcomer = weakly(self._follow_parameters)
         _living.add(self)
 
     # -- before and during backward ------------------------------------------------------------------------------
@@ -126,6 +124,9 @@ class Reducer:
                 current.is_ready = len(param._post_accumulate_grad_hooks) > 1
                 if not current.is_ready:
                     self._launch_complete(current)
+
+    def _follow_parameters(self) -> None:
+        self._hooks.follow(self._registry.present())
 
     def _launch_complete(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
@@ -243,7 +244,7 @@ class Reducer:
         num_new = registry.agree_anew(self._channels.control)
         self._order, self._order_is_learnt = _last_first(registry), False
         self._expected = [True] * len(registry.params)
-        self._hook_parameters()
+        self._follow_parameters()
         self._replan()
         control = self._hear(self._send_control([]))
         planned.difference_update(num_new)
@@ -308,23 +309,6 @@ class Reducer:
     def _kinds(self) -> tuple[tuple[torch.dtype, torch.device], ...]:
         return tuple((param.dtype, param.device) for param in self._registry.params)
 
-    def _hook_parameters(self) -> None:
-        """Hook each parameter once, frozen ones too: a hook outlives freezing, so no forward is needed to unfreeze."""
-        present = list(self._registry.present())
-        ids = {id(param) for param in present}
-        for param in [param for param in self._hooks if id(param) not in ids]:
-            self._hooks.pop(param).remove()  # type: ignore[no-untyped-call]
-        for param in present:
-            if param in self._hooks or not (param.is_floating_point() or param.is_complex()):
-                continue
-            frozen = not param.requires_grad
-            if frozen:
-                param.requires_grad_(True)  # torch refuses to hook a frozen tensor
-            hook = _weakly(self, Reducer._arrived)
-            self._hooks[param] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            if frozen:
-                param.requires_grad_(False)
-
     # -- errors --------------------------------------------------------------------------------------------------
 
     def _check_usable(self) -> None:
@@ -338,23 +322,15 @@ class Reducer:
                 "and start from a checkpoint. The first error names the cause."
             )
 
-    def _explained(self, bucket: Bucket | None) -> "_Explained":
-        return _Explained(self._registry, bucket, self._world_size)
+    def _explained(self, bucket: Bucket | None) -> Explained:
+        """Let errors of c10d in this block say what was being averaged."""
+        names = None if bucket is None else [self._registry.names[index] for index in bucket.indices]
+        return Explained(None if bucket is None else bucket.number, names, self._world_size)
 
-    def _explain_difference(self) -> None:
+    def _explain_difference(self) -> NoReturn:
         """Raise on every rank, naming the first parameter that is frozen, or cast, on some ranks only."""
-        group = self._channels.control
-        mine = list(zip(self._trainable(), (str(dtype) for dtype, _ in self._kinds()), strict=True))
-        everyones = all_gather_object(mine, group)
-        ranks = dist.get_process_group_ranks(group)
-        for name, states in zip(self._registry.names, zip(*everyones, strict=True), strict=True):
-            for what, values in zip(("requires_grad", "dtype"), zip(*states, strict=True), strict=True):
-                other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
-                if other is not None:
-                    raise ReplicaMismatchError(
-                        f"{name!r} has {what}={values[0]} on rank {ranks[0]} and {values[other]} on rank "
-                        f"{ranks[other]}. Freeze, unfreeze and cast parameters on every rank alike."
-                    )
+        states = list(zip(self._trainable(), (str(dtype) for dtype, _ in self._kinds()), strict=True))
+        raise_first_difference(self._registry.names, states, self._channels.control)
 
 
 def collect_abandoned(params: Iterable[Parameter]) -> None:
@@ -366,30 +342,6 @@ def collect_abandoned(params: Iterable[Parameter]) -> None:
     ids = {id(param) for param in params}
     if any(not ids.isdisjoint(reducer.place_of) for reducer in _living):
         gc.collect()
-
-
-class _Explained:
-    """Turns an error of c10d into one that says what was being averaged, and on which rank."""
-
-    def __init__(self, registry: Registry, bucket: Bucket | None, world_size: int) -> None:
-        self._registry, self._bucket, self._world_size = registry, bucket, world_size
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, RuntimeError):
-            return
-        if self._bucket is None:
-            what = "the control message"
-        else:
-            names = [self._registry.names[index] for index in self._bucket.indices]
-            span = repr(names[0]) if len(names) == 1 else f"{names[0]!r} to {names[-1]!r}, {len(names)} parameters"
-            what = f"bucket {self._bucket.number} ({span})"
-        raise ReductionError(
-            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another "
-            f"rank has ended or is stuck; its output says why. The backend reports: {error}"
-        ) from error
 
 
 def _last_first(registry: Registry) -> list[int]:
@@ -407,20 +359,3 @@ def _before_backward(owner: "weakref.ref[Reducer]", _: object) -> None:
         )
     if reducer.sync:
         reducer.open_round()
-
-
-def _weakly(owner: Reducer, method: Callable[..., None]) -> Callable[..., None]:
-    """A bound method that does not keep ``owner`` alive, and does nothing once it is gone."""
-    return functools.partial(_call_if_alive, weakref.ref(owner), method)
-
-
-def _call_if_alive(owner: "weakref.ref[Reducer]", method: Callable[..., None], *args: Any) -> None:
-    reducer = owner()
-    if reducer is not None:
-        method(reducer, *args)
-
-
-def _remove_all(hooks: WeakIdKeyDictionary) -> None:
-    handles: list[RemovableHandle] = list(hooks.values())  # type: ignore[no-untyped-call]
-    for handle in handles:
-        handle.remove()

@@ -14,10 +14,10 @@ import socket
 import time
 from datetime import timedelta
 
-import psutil
 import torch.distributed as dist
 
 from paceline.errors import RendezvousError, WorldError
+from paceline.ports import describe_port_holder
 from paceline.rendezvous.forks import make_immortal
 
 _PROBE_S = 5.0
@@ -97,19 +97,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise WorldError(
             f"rank 0: cannot listen at {spell((where, port))} ({reason}). Choose another MASTER_PORT."
         ) from None
-
-
-def describe_port_holder(port: int) -> str:
-    """Who listens on ``port`` here, as far as this user may see: ``pid 12 (python train.py), started at 10:31:07``."""
-    for connection in psutil.net_connections(kind="tcp"):
-        if connection.status != psutil.CONN_LISTEN or not connection.laddr or connection.pid is None:
-            continue
-        if connection.laddr.port == port:
-            with contextlib.suppress(psutil.Error):
-                process = psutil.Process(connection.pid)
-                since = time.strftime("%H:%M:%S", time.localtime(process.create_time()))
-                return f"pid {process.pid} ({' '.join(process.cmdline())[:120]}), started at {since}"
-    return "a process of another user"
 
 
 def _until(deadline: float) -> timedelta:

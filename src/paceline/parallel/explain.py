@@ -1,0 +1,57 @@
+"""Errors that say which rank, which parameter and which message, where c10d knows only sockets and bytes."""
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from paceline.errors import ReductionError, ReplicaMismatchError
+from paceline.parallel.agreement import all_gather_object
+
+
+class Explained:
+    """A block in which an error of c10d becomes one that says what was being averaged, and on which rank.
+
+    Args:
+        number, names: of the bucket; None for the control message.
+    """
+
+    def __init__(self, number: int | None, names: Sequence[str] | None, world_size: int) -> None:
+        self._number, self._names, self._world_size = number, names, world_size
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
+        what = "the control message"
+        if self._names is not None:
+            first, last = self._names[0], self._names[-1]
+            span = repr(first) if first == last else f"{first!r} to {last!r}, {len(self._names)} parameters"
+            what = f"bucket {self._number} ({span})"
+        raise ReductionError(
+            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another "
+            f"rank has ended or is stuck; its output says why. The backend reports: {error}"
+        ) from error
+
+
+def raise_first_difference(
+    names: Sequence[str], states: Sequence[tuple[bool, str]], group: dist.ProcessGroup
+) -> NoReturn:
+    """Raise on every rank, naming the first parameter that is frozen, or cast, on some ranks only. A collective call.
+
+    Args:
+        states: this rank's (requires_grad, dtype) of each parameter; known to differ between ranks.
+    """
+    everyones = all_gather_object(list(states), group)
+    ranks = dist.get_process_group_ranks(group)
+    for name, by_rank in zip(names, zip(*everyones, strict=True), strict=True):
+        for what, values in zip(("requires_grad", "dtype"), zip(*by_rank, strict=True), strict=True):
+            other = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+            if other is not None:
+                raise ReplicaMismatchError(
+                    f"{name!r} has {what}={values[0]} on rank {ranks[0]} and {values[other]} on rank {ranks[other]}. "
+                    "Freeze, unfreeze and cast parameters on every rank alike."
+                )
+    raise ReplicaMismatchError("the ranks' parameters are on other devices; move the model alike on every rank.")
