@@ -17,9 +17,9 @@ $(VENV)/installed: pyproject.toml constraints.txt
 demo: install
 	@rm -rf $(VENV)/demo && mkdir $(VENV)/demo
 	@echo "Two ranks:"
-	@$(BIN)/paceline run -n 2 examples/digits.py --save $(VENV)/demo/two.pt
-	@echo "One process, on the same global batches:"
-	@$(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt | tail -n 2
+	@OMP_NUM_THREADS=1 $(BIN)/paceline run -n 2 examples/digits.py --save $(VENV)/demo/two.pt
+	@echo "One process, on the same global batches (the last two lines):"
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt | tail -n 2
 	@$(BIN)/python examples/compare.py $(VENV)/demo/two.pt $(VENV)/demo/one.pt
 
 test: install

@@ -42,16 +42,18 @@ with paceline.init() as world:
     show_bar, seconds = world.is_main and sys.stdout.isatty(), 0.0
     for epoch in range(args.epochs):
         start = time.perf_counter()
+        model.train()
         for x, y in track(train_loader, f"epoch {epoch}", transient=True, disable=not show_bar):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x.to(world.device)), y.to(world.device)).backward()
             optimizer.step()
         seconds += time.perf_counter() - start
+        model.eval()
         with torch.no_grad():
             guesses = paceline.gather([model(x.to(world.device)).argmax(1) for x, _ in test_loader], test_loader)
         right = (guesses.cpu() == torch.stack([y for _, y in test])).sum().item()
         world.print(f"epoch {epoch}: {right / len(test):.1%} of {len(test)} test digits right")
-    rate = args.epochs * len(train_loader) * args.batch_size / seconds
+    rate = args.epochs * len(train_loader) * args.batch_size / max(seconds, 1e-9)
     world.print(f"{rate:,.0f} samples/s on {world.world_size} x {world.device.type}")
     if args.save and world.is_main:
         torch.save(model.module.state_dict(), args.save)

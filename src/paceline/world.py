@@ -86,6 +86,7 @@ class World:
         Raises:
             BarrierTimeoutError: the deadline passed; the message names the ranks that did not come.
             PeerError: a rank left the job, or died where this process can tell; the message says why, if it said.
+            WorldError: ``timeout`` is not positive, or this process was forked from a rank and is none.
         """
         timeout_s = self._timeout_s if timeout is None else _seconds(timeout)
         number = self._count("barrier")
@@ -110,6 +111,7 @@ class World:
         Raises:
             PeerError: on the others, if the block raised in the first (the message carries its traceback) or it died.
             BarrierTimeoutError: the first did not finish within ``init``'s timeout.
+            WorldError: this process was forked from a rank and is none.
         """
         key = f"main_first/#{self._count('main_first')}"
         first = self._first_of_my_node()

@@ -65,6 +65,7 @@ def folder(tmp_path: pathlib.Path) -> pathlib.Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_rank_cannot_be_told_from_plain_python(folder):
     forms = [
         (["-u", "-O"], ["real/script.py", "-n", "3", "--help", "--", "a b", "\udcff"]),
@@ -147,6 +148,7 @@ def test_ranks_meet_through_torch_and_draw_different_numbers(tmp_path):
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"3 3 1 1 {threads}\n", "")
 
 
+@pytest.mark.slow
 def test_workers_and_pickles_of_main_work_by_every_start_method(tmp_path):
     script = write_script(
         tmp_path,

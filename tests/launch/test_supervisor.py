@@ -180,7 +180,11 @@ def test_ctrl_c_interrupts_every_rank_without_tracebacks(tmp_path):
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert sorted(line[-12:] for line in out.splitlines()) == ["cleaned up 0", "cleaned up 1"]
-    assert err == "paceline: interrupted by SIGINT, all ranks have ended\n"
+    *places, last = err.splitlines()
+    assert [re.sub(r"\d+, in", "N, in", place) for place in places] == [
+        f"paceline: rank {rank} was at script.py:N, in <module>" for rank in range(2)
+    ]
+    assert last == "paceline: interrupted by SIGINT, all ranks have ended"
     assert gone(tmp_path)
 
 

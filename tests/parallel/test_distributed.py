@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 import paceline
 from paceline import DistributedDataParallel
 from paceline.errors import PlanError, ReductionError, WorldError
-from support.ranks import expect_errors, run_ranks
+from support.ranks import RankError, expect_errors, run_ranks
 
 # -- the same model everywhere --------------------------------------------------------------------------------------
 
@@ -297,6 +298,26 @@ def odd_layouts(world):
 def test_tensors_that_are_strided_or_conjugate():
     expected = ([0.0, 2.0, 4.0], [0.0, 2.0, 4.0], [1 - 1j], [1.5, 1.5, 1.5])
     assert run_ranks(2, odd_layouts) == [expected] * 2
+
+
+def unequal_forwards(world):
+    wrapped = DistributedDataParallel(Counting())
+    if world.is_main:
+        return
+    wrapped(torch.ones(1, 1))
+    return
+
+
+@pytest.mark.slow  # the first rank waits ten seconds for the other before it leaves
+def test_a_training_forward_that_the_first_rank_does_not_run_is_an_error_that_names_the_buffers():
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, unequal_forwards)
+    assert re.search(
+        r"ReductionError: rank 1: the buffers \('seen' to 'seen'\) could not be copied from the first rank\. Either "
+        r"another rank has ended, and its output says why, or the ranks run unequal numbers of training forwards: call "
+        r"eval\(\), or use no_grad\(\), where a rank evaluates\. The backend reports: \S",
+        str(caught.value),
+    )
 
 
 # -- torch's call ----------------------------------------------------------------------------------------------------

@@ -72,7 +72,9 @@ def on_ranks(world, optimizer, dtype, accumulate):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
 def test_twenty_steps_equal_one_process_on_the_global_batch(world_size, optimizer, dtype):
     alone = train(0, 1, optimizer, dtype, lambda model: model, 1)
     together = run_ranks(world_size, on_ranks, optimizer, dtype, 1)

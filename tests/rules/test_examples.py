@@ -36,6 +36,7 @@ def test_examples_are_short_and_say_how_they_are_run():
         assert f"{path.name}" in text.split('"""')[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_digits_runs_unchanged_in_three_ways(way, tmp_path):
     out = run(*WAYS[way], EXAMPLES / "digits.py", "--epochs", 3, "--save", "model.pt", cwd=tmp_path)
@@ -49,11 +50,12 @@ def test_digits_runs_unchanged_in_three_ways(way, tmp_path):
     assert (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.slow
 def test_digits_on_two_ranks_ends_with_the_parameters_of_one_process(tmp_path):
     for name, way in (("one", "python"), ("two", "paceline run")):
         run(*WAYS[way], EXAMPLES / "digits.py", "--epochs", 4, "--save", f"{name}.pt", cwd=tmp_path)
     out = run(sys.executable, EXAMPLES / "compare.py", "two.pt", "one.pt", cwd=tmp_path)
-    found = re.fullmatch(r"largest relative difference of the final parameters: (\S+)\n", out)
+    found = re.fullmatch(r"largest relative difference of the final parameters: (\S+) \(equal up to rounding\)\n", out)
     assert float(found[1]) < 1e-5
 
 

@@ -4,12 +4,17 @@ The first failure is the one that explains the others, so a rank that died witho
 merely raised at about the same time: they raised because the connection to it broke.
 """
 
+import os
+import re
 import signal
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,18 @@ def describe(endings: Sequence[Ending], first: Ending) -> str:
         lines.append(f"paceline: rank {first.rank} failed first, {_code(first.code)}:")
         lines.append(first.report.text.rstrip("\n"))
     return "\n".join(lines) + "\n"
+
+
+def describe_interrupt(reports: Mapping[int, Report]) -> str:
+    """Where each rank was when it was interrupted, a line each: the innermost frame that is not a library's."""
+    lines = []
+    for rank, report in sorted(reports.items()):
+        frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', report.text, re.MULTILINE)
+        own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+        if report.kind == "interrupt" and frames:
+            path, line, function = (own or frames)[-1]
+            lines.append(f"paceline: rank {rank} was at {os.path.basename(path)}:{line}, in {function}\n")
+    return "".join(lines)
 
 
 def in_red(text: str) -> str:

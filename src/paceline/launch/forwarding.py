@@ -56,7 +56,7 @@ class Forwarder:
     def follow_window(self) -> None:
         for fd, (_, outlet) in self._channels.items():
             if outlet.is_terminal:
-                copy_window_size(outlet.fd, fd)
+                copy_window_size(outlet, fd)
 
     def _read(self, fd: int) -> None:
         rank, outlet = self._channels[fd]

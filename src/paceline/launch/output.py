@@ -85,6 +85,11 @@ class Speakers:
         elif rank != self._first:
             self.several = True
 
+    @property
+    def mark_width(self) -> int:
+        """Columns that marks take, if there will be any."""
+        return len(self.mark(0)) if self.num_ranks > 1 else 0
+
     def mark(self, rank: int) -> bytes:
         width = len(str(self.num_ranks - 1))
         return f"[{rank:>{width}}]: ".encode()

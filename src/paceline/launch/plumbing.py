@@ -9,6 +9,7 @@ import os
 import pty
 import select
 import stat
+import struct
 import termios
 import tty
 from dataclasses import dataclass, field
@@ -85,15 +86,18 @@ def open_channel(outlet: Outlet) -> tuple[int, int]:
     else:
         reader, writer = pty.openpty()
         tty.setraw(writer)  # the real terminal translates line ends, once
-        copy_window_size(outlet.fd, reader)
+        copy_window_size(outlet, reader)
     os.set_blocking(reader, False)
     return reader, writer
 
 
-def copy_window_size(terminal: int, channel: int) -> None:
+def copy_window_size(outlet: Outlet, channel: int) -> None:
+    """Make ``channel`` as wide as the terminal, less the mark that a line may get: a progress bar must not wrap."""
     with contextlib.suppress(OSError):
-        size = fcntl.ioctl(terminal, termios.TIOCGWINSZ, b"\0" * 8)
-        fcntl.ioctl(channel, termios.TIOCSWINSZ, size)
+        size = fcntl.ioctl(outlet.fd, termios.TIOCGWINSZ, b"\0" * 8)
+        rows, columns, *pixels = struct.unpack("HHHH", size)
+        columns = max(columns - outlet.interleaver.speakers.mark_width, min(columns, 1))
+        fcntl.ioctl(channel, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, *pixels))
 
 
 def is_selectable(fd: int) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 
 from paceline.errors import LaunchError
 from paceline.launch.dispositions import Dispositions, only_wake
-from paceline.launch.failure import SETTLE_S, Ending, Report, describe, first_failure, in_red
+from paceline.launch.failure import SETTLE_S, Ending, Report, describe, describe_interrupt, first_failure, in_red
 from paceline.launch.forwarding import Forwarder
 from paceline.launch.loop import READ, Loop
 from paceline.launch.plumbing import open_outlets, open_standard_streams
@@ -221,6 +221,7 @@ class _Supervisor:
     def _conclude(self) -> int:
         """Say how it ended; the exit code."""
         if self._ending_signal is not None:
+            self._say(describe_interrupt(self._reports))
             self._say(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
             return 128 + self._ending_signal
         if self._output_closed:

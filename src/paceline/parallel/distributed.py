@@ -110,7 +110,7 @@ class DistributedDataParallel(Module):
         if not self._is_joined and self.training and torch.is_grad_enabled():
             self._join_ranks()
         if self.will_sync_module_buffers():
-            broadcast_tensors(self._registry.buffers(), self.process_group)
+            self._sync_buffers()
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device("cuda", self.device_ids[0]), True)
             inputs, kwargs = moved[0], moved_kwargs[0]
@@ -163,6 +163,18 @@ class DistributedDataParallel(Module):
             and self._reducer is not None
             and bool(self._registry.buffer_names)
         )
+
+    def _sync_buffers(self) -> None:
+        try:
+            broadcast_tensors(self._registry.buffers(), self.process_group)
+        except RuntimeError as error:
+            names = self._registry.buffer_names
+            raise ReductionError(
+                f"rank {dist.get_rank()}: the buffers ({names[0]!r} to {names[-1]!r}) could not be copied from the "
+                "first rank. Either another rank has ended, and its output says why, or the ranks run unequal numbers "
+                "of training forwards: call eval(), or use no_grad(), where a rank evaluates. The backend reports: "
+                f"{error}"
+            ) from error
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(

@@ -49,7 +49,7 @@ def plan_buckets(
 
     Args:
         params: in the order in which gradients arrive (before the first backward: the reverse of the model's).
-        cap_bytes: a bucket is closed once it holds this much; a larger parameter fills one by itself.
+        cap_bytes: a bucket is closed once it holds this much, so it may exceed this by its last parameter.
         first_cap_bytes: the same for the first bucket of each kind; the smaller of both counts.
     Raises:
         PlanError: a cap is negative, or a parameter appears twice.
