@@ -1,6 +1,7 @@
+import os
 import signal
 
-from paceline.launch.failure import Ending, Report, describe, first_failure, in_red
+from paceline.launch.failure import Ending, Report, describe, describe_interrupt, first_failure, in_red
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom\n'
 
@@ -73,6 +74,22 @@ def test_sigkill_names_its_common_cause():
     first = died(0, 1.0)
     assert describe([first], first) == (
         "paceline: rank 0 failed first, killed by SIGKILL (the kernel does so when memory runs out)\n"
+    )
+
+
+def test_an_interrupted_rank_is_found_at_the_innermost_line_of_the_users_own():
+    def interrupted(*frames: tuple[str, int, str]) -> Report:
+        places = "".join(f'  File "{path}", line {line}, in {name}\n    code\n' for path, line, name in frames)
+        return Report("interrupt", -2, 1.0, "KeyboardInterrupt", f"Traceback:\n{places}KeyboardInterrupt\n")
+
+    library = os.path.join(os.path.dirname(os.__file__), "threading.py")
+    reports = {
+        2: interrupted((library, 7, "wait")),
+        0: interrupted(("/a/train.py", 3, "<module>"), ("/a/model.py", 9, "step"), (library, 7, "wait")),
+        1: Report("raised", 1, 1.0, "ValueError: boom", TRACEBACK),
+    }
+    assert describe_interrupt(reports) == (
+        "paceline: rank 0 was at model.py:9, in step\npaceline: rank 2 was at threading.py:7, in wait\n"
     )
 
 

@@ -180,6 +180,11 @@ def test_a_progress_bar_moves_on_a_terminal(tmp_path):
     )
 
 
+def test_the_terminal_of_several_ranks_leaves_room_for_their_marks(tmp_path):
+    script = write_script(tmp_path, "import os; os.environ['RANK'] == '0' and print(os.get_terminal_size().columns)")
+    assert Terminal([*PACELINE, "run", "-n", "11", script]).read_to_end() == b"94\r\n"  # 100 less len("[ 0]: ")
+
+
 def test_progress_bars_of_two_ranks_stay_apart(tmp_path):
     script = write_script(
         tmp_path,
