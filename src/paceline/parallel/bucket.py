@@ -12,6 +12,7 @@ a gradient of the last round that somebody still holds is left to them, and the 
 
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +34,7 @@ class Member:
     stride: tuple[int, ...]
 
 
-class Bucket:
+class Bucket(ABC):
     """Gradients that travel together, as the reducer handles them: prepared, packed, sent, waited for, given."""
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
@@ -57,37 +58,37 @@ class Bucket:
         if param.is_cuda:
             self._streams.add(torch.cuda.current_stream(param.device))
 
+    @abstractmethod
     def pack(self, preexisting: Collection[int]) -> None:
         """Take the members' gradients; those that have not arrived count as zero.
 
         Args:
             preexisting: parameters that had a gradient before the backward.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, group: dist.ProcessGroup) -> None:
         """Start averaging what was packed."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wait(self) -> None:
         """Wait for what was sent."""
-        raise NotImplementedError
 
     def is_late(self) -> bool:
         """Whether a member's gradient came after the launch."""
         return any(member.param.grad is not None for member in self.members)
 
+    @abstractmethod
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         """Average the late gradients of all ranks and add them. A collective call, after ``wait``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def give(self, used: Sequence[bool]) -> None:
         """End the round: the average becomes ``param.grad`` of the parameters that some rank used.
 
         Where a gradient is there already, another wrapper of the same parameter has given it, of what it had taken. On
         another rank the two may have shared the parameter's gradient otherwise; the sum is the same on all.
         """
-        raise NotImplementedError
 
     def _join_streams(self) -> None:
         """Let the current CUDA stream wait for those on which gradients came."""
