@@ -7,11 +7,24 @@ def said(interleaver: Interleaver, *pieces: tuple[int, bytes]) -> bytes:
     return b"".join(interleaver.feed(rank, data) for rank, data in pieces)
 
 
-def test_one_speaker_passes_through_untouched_and_at_once():
-    interleaver = Interleaver(Speakers(4))
-    for piece in (b"loss ", b"0.5\n", b"\r10%", b"\r20%", b"\x1b[1mbold", b"\xff\x00"):
-        assert interleaver.feed(2, piece) == piece
-    assert interleaver.finish(2) == b""
+PIECES = (b"loss ", b"0.5\n", b"\r10%", b"\r20%", b"\x1b[1mbold", b"\xff\x00")
+
+
+def test_the_only_rank_passes_through_untouched_and_at_once():
+    interleaver = Interleaver(Speakers(1))
+    for piece in PIECES:
+        assert interleaver.feed(0, piece) == piece
+    assert interleaver.finish(0) == b""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_only_speaker_passes_through_untouched_once_its_lines_are_whole_or_wait_too_long(is_terminal):
+    interleaver = Interleaver(Speakers(4), is_terminal)
+    assert interleaver.feed(2, b"loss ") == b""
+    assert interleaver.holds_start(2)
+    assert interleaver.release(2) == b"loss "
+    assert interleaver.release(2) == b""
+    assert said(interleaver, *((2, piece) for piece in PIECES[1:])) + interleaver.finish(2) == b"".join(PIECES[1:])
 
 
 def test_lines_are_marked_from_the_second_speaker_on():
@@ -32,7 +45,14 @@ def test_lines_of_two_ranks_never_mix():
 
 def test_the_first_speakers_open_line_is_ended_first():
     interleaver = Interleaver(Speakers(2))
-    assert said(interleaver, (0, b"wait"), (1, b"y\n"), (0, b"ing\n")) == b"wait\n[1]: y\n[0]: ing\n"
+    assert interleaver.feed(0, b"wait") + interleaver.release(0) == b"wait"
+    assert said(interleaver, (1, b"y\n"), (0, b"ing\n")) == b"\n[1]: y\n[0]: ing\n"
+
+
+def test_a_line_that_another_rank_comes_into_is_marked_as_a_whole():
+    interleaver = Interleaver(Speakers(2))
+    assert said(interleaver, (0, b"wait"), (1, b"y\n"), (0, b"ing\n")) == b"[1]: y\n[0]: waiting\n"
+    assert not interleaver.holds_start(0)
 
 
 def test_a_line_without_end_is_said_when_its_rank_ends():
@@ -51,7 +71,7 @@ def test_marks_begin_on_both_streams_together():
 def test_a_carriage_return_ends_a_line_on_a_terminal():
     interleaver = Interleaver(Speakers(2), is_terminal=True)
     out = said(interleaver, (0, b"\r10%"), (1, b"\r10%"), (1, b"\r20%"), (0, b"\r20%\r30%"), (1, b"\r\nend\r\n"))
-    assert out == b"\r10%\n[1]: 10%\r[0]: 20%\r[1]: 20%\r\n[1]: end\r\n"
+    assert out == b"\r\n[1]: 10%\r[0]: 10%\r[0]: 20%\r[1]: 20%\r\n[1]: end\r\n"
 
 
 def test_a_carriage_return_is_nothing_special_in_a_file():

@@ -9,6 +9,7 @@ from paceline.launch.plumbing import Outlet, copy_window_size, is_selectable
 from paceline.launch.server import Ends
 
 _READ_BYTES = 1 << 16
+_LINE_S = 0.05  # for the end of a line that was begun; python writes a line in pieces under PYTHONUNBUFFERED
 # After a rank has ended: how long its output must be still before it is closed, and how long it may go on at most,
 # since a process that the rank left behind may hold it open, or write, for ever.
 _STILL_S = 0.1
@@ -31,6 +32,7 @@ class Forwarder:
         self._is_closed = False
         self._channels: dict[int, tuple[int, Outlet]] = {}  # by reading end: rank and outlet
         self._last_read_s: dict[int, float] = {}
+        self._releasing: set[int] = set()  # channels on which the start of a line waits
 
     @property
     def is_drained(self) -> bool:
@@ -71,6 +73,24 @@ class Forwarder:
             return
         self._last_read_s[fd] = time.monotonic()
         self._put(outlet, outlet.interleaver.feed(rank, data))
+        if outlet.interleaver.holds_start(rank):
+            self._release_later(fd)
+
+    def _release_later(self, fd: int) -> None:
+        if fd not in self._releasing:
+            self._releasing.add(fd)
+            self._loop.call_later(_LINE_S, lambda: self._release(fd))
+
+    def _release(self, fd: int) -> None:
+        """Show the start of a line, unless it is still growing."""
+        self._releasing.discard(fd)
+        if fd not in self._channels:
+            return
+        rank, outlet = self._channels[fd]
+        if time.monotonic() - self._last_read_s[fd] < _LINE_S:
+            self._release_later(fd)
+        else:
+            self._put(outlet, outlet.interleaver.release(rank))
 
     def _close_if_still(self, fd: int, ended_s: float) -> None:
         if fd not in self._channels:

@@ -1,6 +1,7 @@
 """Many ranks' output in one stream, each line whole and, from the second speaker on, marked with its rank.
 
 While one rank alone speaks its bytes pass untouched, so progress bars and prompts look as they do without a launcher.
+But the start of a line waits a moment for its end: another rank may speak in between, and then it is marked as a whole.
 """
 
 import re
@@ -31,19 +32,37 @@ class Interleaver:
         if not data:
             return b""
         self.speakers.add(rank)
-        if not self.speakers.several:
+        alone = not self.speakers.several
+        if alone and self.speakers.num_ranks == 1:
             self._line_is_open = not data.endswith(b"\n")
             return data
         data = self._held.pop(rank, b"") + data
         whole, rest = self._split(data)
         if len(rest) > _LONGEST_LINE_BYTES:
-            whole, rest = data + b"\n", b""
+            whole, rest = data + (b"" if alone else b"\n"), b""
         if rest:
             self._held[rank] = rest
-        return self.close_line() + self._mark(rank, whole)
+        if not alone:
+            return self.close_line() + self._mark(rank, whole)
+        if whole:
+            self._line_is_open = not whole.endswith(b"\n")
+        return whole
+
+    def holds_start(self, rank: int) -> bool:
+        """Whether the start of a line waits that may be shown: that of the only rank that has spoken."""
+        return not self.speakers.several and rank in self._held
+
+    def release(self, rank: int) -> bytes:
+        """The start of a line whose end has not come in time."""
+        if not self.holds_start(rank):
+            return b""
+        self._line_is_open = True
+        return self._held.pop(rank)
 
     def finish(self, rank: int) -> bytes:
         """What ``rank`` still had to say, now that its end of the stream is closed."""
+        if self.holds_start(rank):
+            return self.release(rank)
         rest = self._held.pop(rank, b"")
         if not rest:
             return b""
