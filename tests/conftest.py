@@ -38,7 +38,8 @@ def nothing_is_left_behind() -> Iterator[None]:
     if shared := left.pop("shared memory", set()):
         # Other programs of this user come and go beside the tests: what one of them uses, or has just used, is not
         # left behind by us.
-        orphans = (shared - _used_by_others()) & set(_own_files(pathlib.Path("/dev/shm")))
+        used = _inodes_of_others()
+        orphans = {name for name in shared if (inode := _inode_of(name)) is not None and inode not in used}
         left |= {"shared memory": orphans} if orphans else {}
     assert not left, f"left behind: {left}"
 
@@ -61,16 +62,29 @@ def _difference(before: dict[str, set[str]], after: dict[str, set[str]]) -> dict
     return {name: items for name, items in kept.items() if items}
 
 
-def _used_by_others() -> set[str]:
-    """The names in /dev/shm that live processes outside of this one's family have open or mapped."""
+def _inodes_of_others() -> set[int]:
+    """What lies in /dev/shm and is open or mapped in a live process outside of this one's family.
+
+    By inode: a semaphore is mapped under the name of a draft, and then linked to its own.
+    """
     family = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
-    names = set()
+    inodes = set()
     for pid in set(psutil.pids()) - family:
         with contextlib.suppress(OSError):
-            held = pathlib.Path(f"/proc/{pid}/maps").read_text().split("\n")
-            held += [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
-            names |= {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in held if "/dev/shm/" in line}
-    return names
+            lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
+            inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                if os.readlink(entry.path).startswith("/dev/shm/"):
+                    inodes.add(os.stat(entry.path).st_ino)
+    return inodes
+
+
+def _inode_of(name: str) -> int | None:
+    """None once it is gone."""
+    try:
+        return os.stat(f"/dev/shm/{name}").st_ino
+    except OSError:
+        return None
 
 
 def _command(process: psutil.Process) -> str:
