@@ -862,6 +862,22 @@ def test_two_wrappers_that_share_an_encoder():
     assert run_ranks(2, shared_encoder) == [[[3.0, 1.5, 1.5]] * 3] * 2
 
 
+def wrapped_again_over_garbage(world):
+    gc.disable()
+    model = TwoLayers()
+    cycle = {"wrapper": DistributedDataParallel(model)}
+    cycle["self"] = cycle
+    del cycle
+    if world.rank == 1:
+        gc.collect()  # each rank's collector comes in its own time
+    wrapped = DistributedDataParallel(model)
+    return step(wrapped, lambda: wrapped(inputs(world)), times=2)
+
+
+def test_a_wrapper_that_is_garbage_on_some_ranks_only_does_not_disturb_the_next():
+    assert run_ranks(2, wrapped_again_over_garbage) == [[[1.5, 1.5]] * 2] * 2
+
+
 def removed_layer(world):
     model = nn.ModuleDict({"kept": nn.Linear(1, 1, bias=False), "removed": nn.Linear(1, 1, bias=False)})
     wrapped = DistributedDataParallel(model)
