@@ -1,70 +1,221 @@
-"""A forward and backward under DistributedDataParallel: paceline's, torch's, and none; CPUs, Gloo.
+"""A whole training step under DistributedDataParallel: paceline's, torch's, and none.
 
-    OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/ddp_step.py [--rounds 40]
+    OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/ddp_step.py [--backend shm] [--torch-over shm] [--rounds 40]
+    OMP_NUM_THREADS=1 python benchmarks/ddp_step.py --memory
 
-The three take turns within each round, so that all see the same machine. Medians over the rounds, on rank 0.
+A step is zero_grad, forward, backward and SGD's step. "bare" is the same step with no communication at all, on all
+ranks at once. "torch" is torch's DDP over Gloo, with ``gradient_as_bucket_view=True``, which is its leanest; "paceline"
+is paceline's over ``--backend`` (shm where it is known, else gloo).
 
-Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13.0+cpu, 2 ranks of one thread, 40 rounds):
+Time: the contenders take turns within each round, so that all see the same machine. A step starts at a barrier and is
+over when the slowest rank's is. Medians over the rounds; a ratio is the median of each round's own, and the last line
+is the geometric mean over the models.
 
-    ms                        bare     torch  paceline    paceline / torch
-    MNIST net                 54.9      65.3      68.4                1.07
-    MLP 6 x 1024              40.9      71.9      72.1                1.02
-    200 small layers          11.1      18.7      20.4                1.16
-
-The run before it gave 1.06, 1.00 and 1.24.
+Memory: each contender in fresh ranks of its own, since a process seldom gives back what it had. What is counted is the
+growth since before the model was built, mean over the ranks. RSS and PSS are what stays at the end of a step, gradients
+included; "peak" is the highest RSS in steps 6 to 10, activations included; "first peak" that in construction and the
+first five, when buckets are rearranged. RSS counts a page of shared memory fully in each rank that has touched it; PSS
+divides it by their number, so that the PSS of all ranks adds up to what the machine has given. Beside each model's name
+its parameters' own size.
 """
 
 import argparse
 import copy
+import ctypes
+import functools
+import json
+import pathlib
 import statistics
-import time
+import subprocess
+import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from collectives import ratio, take_turns
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 import paceline
 
 
-def models():
-    """(name, model, input)"""
+class Block(nn.Module):
+    """One layer of a GPT."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))  # (batch, time, 3, heads, head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (batch, heads, time, head_dim)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, num_layers: int = 6, width: int = 384, num_heads: int = 6, vocabulary: int = 256) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(128, width)
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+def mnist_net() -> tuple[nn.Module, torch.Tensor]:
     conv = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    yield "MNIST net", nn.Sequential(*conv, nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)), (32, 1, 28, 28)
-    yield "MLP 6 x 1024", nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))), (64, 1024)
-    yield "200 small layers", nn.Sequential(*(nn.Linear(32, 32) for _ in range(200))), (16, 32)
+    return nn.Sequential(*conv, nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(32, 1, 28, 28)
 
 
-def seconds(model, x):
-    dist.barrier()
-    start = time.perf_counter()
-    model.zero_grad()
-    model(x).sum().backward()
-    return time.perf_counter() - start
+def mlp() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6))), torch.randn(64, 1024)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    rounds = parser.parse_args().rounds
-    with paceline.init(device="cpu") as world:
-        world.print(f"{world.world_size} ranks, torch {torch.__version__}, {torch.get_num_threads()} threads each")
-        world.print(f"{'ms':20}{'bare':>10}{'torch':>10}{'paceline':>10}{'paceline / torch':>20}")
-        for name, model, shape in models():
-            x = torch.randn(shape)
-            contenders = {
-                "bare": model,
-                "torch": nn.parallel.DistributedDataParallel(copy.deepcopy(model)),
-                "paceline": paceline.DistributedDataParallel(copy.deepcopy(model)),
-            }
-            times = {kind: [] for kind in contenders}
-            for _ in range(rounds):
-                for kind, contender in contenders.items():
-                    times[kind].append(seconds(contender, x))
-            medians = [f"{statistics.median(values) * 1e3:10.1f}" for values in times.values()]
-            pairs = zip(times["paceline"], times["torch"], strict=True)
-            world.print(
-                f"{name:20}{''.join(medians)}{statistics.median(ours / theirs for ours, theirs in pairs):20.2f}"
+def gpt() -> tuple[nn.Module, torch.Tensor]:
+    return GPT(), torch.randint(256, (2, 128))
+
+
+def small_layers() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Linear(32, 32) for _ in range(200)]
+    for layer in layers:
+        nn.init.orthogonal_(layer.weight)  # so deep, gradients would vanish into denormal numbers, which are slow
+    return nn.Sequential(*layers), torch.randn(16, 32)
+
+
+MODELS = {"MNIST net": mnist_net, "MLP 6 x 1024": mlp, "GPT 6 x 384": gpt, "200 small layers": small_layers}
+
+
+@functools.cache
+def group_over(backend: str) -> dist.ProcessGroup:
+    return dist.new_group(backend=backend)
+
+
+def torch_over(backend: str, model: nn.Module) -> nn.Module:
+    return nn.parallel.DistributedDataParallel(model, process_group=group_over(backend), gradient_as_bucket_view=True)
+
+
+def paceline_over(backend: str, model: nn.Module) -> nn.Module:
+    return paceline.DistributedDataParallel(model, process_group=group_over(backend))
+
+
+def contenders(options: argparse.Namespace) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """What each wraps a model in; wrapping is a collective call."""
+    wrap: dict[str, Callable[[nn.Module], nn.Module]] = {"bare": lambda model: model}
+    wrap["torch"] = functools.partial(torch_over, "gloo")
+    if options.torch_over:
+        wrap[f"torch, {options.torch_over}"] = functools.partial(torch_over, options.torch_over)
+    return wrap | {"paceline": functools.partial(paceline_over, options.backend)}
+
+
+def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], None]:
+    """A training step; it leaves its gradients for the next one to drop."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure_times(options: argparse.Namespace) -> None:
+    with paceline.init("gloo", device="cpu") as world:
+        wraps = contenders(options)
+        world.print(f"{world.world_size} ranks, paceline over {options.backend}, torch {torch.__version__}")
+        heads = "".join(f"{name:>14}" for name in wraps)
+        world.print(f"{'ms':18}{heads}{'paceline / bare':>18}{'paceline / torch':>18}")
+        ratios = []
+        for name, build in MODELS.items():
+            model, x = build()
+            steps = {kind: step_of(wrap(copy.deepcopy(model)), x) for kind, wrap in wraps.items()}
+            times = take_turns(steps, options.rounds)
+            medians = "".join(f"{statistics.median(values) * 1e3:14.1f}" for values in times.values())
+            ratios.append([ratio(times["paceline"], times[other]) for other in ("bare", "torch")])
+            world.print(f"{name:18}{medians}{ratios[-1][0]:18.2f}{ratios[-1][1]:18.2f}", flush=True)
+        means = [statistics.geometric_mean(column) for column in zip(*ratios, strict=True)]
+        world.print(f"{'geometric mean':{18 + 14 * len(wraps)}}{means[0]:18.2f}{means[1]:18.2f}")
+
+
+def memory_mib() -> dict[str, float]:
+    """RSS and PSS of this process, and its highest RSS since ``forget_peak``."""
+    rollup = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    status = pathlib.Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in (*rollup, *status) if line.endswith(" kB")}
+    return {"RSS": kib["Rss"] / 1024, "PSS": kib["Pss"] / 1024, "peak": kib["VmHWM"] / 1024}
+
+
+def forget_peak() -> None:
+    """Give back what is free, which the C library keeps for later, and let the peak start anew."""
+    ctypes.CDLL(None).malloc_trim(0)
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
+def measure_memory_of(options: argparse.Namespace) -> None:
+    """In the ranks of one contender: print, on rank 0, how memory grew with one model, in MiB."""
+    with paceline.init("gloo", device="cpu") as world:
+        wrap = contenders(options)[options.contender]
+        _ = paceline.DistributedDataParallel  # loads its module
+        step_of(nn.Linear(1, 1), torch.ones(1, 1))()  # loads what an optimizer loads
+        forget_peak()
+        before = memory_mib()
+        dist.barrier()
+        model, x = MODELS[options.model]()
+        step = step_of(wrap(model), x)
+        for _ in range(5):
+            step()
+        first_peak = memory_mib()["peak"]
+        forget_peak()
+        for _ in range(5):
+            step()
+        peak = memory_mib()["peak"]
+        forget_peak()
+        dist.barrier()  # around the count: all ranks hold what they share while one looks
+        after = memory_mib() | {"peak": peak, "first peak": first_peak}
+        dist.barrier()
+        grown = torch.tensor([after[kind] - before[kind.split()[-1]] for kind in after], dtype=torch.float64)
+        dist.all_reduce(grown)
+        world.print(json.dumps(dict(zip(after, (grown / world.world_size).tolist(), strict=True))))
+
+
+def measure_memory(options: argparse.Namespace) -> None:
+    """Start ranks for each model and contender, and print what they report."""
+    kinds = ("RSS", "PSS", "peak", "first peak")
+    print(f"{'MiB a rank':34}{''.join(f'{kind:>12}' for kind in kinds)}")
+    for name, build in MODELS.items():
+        size_mib = sum(p.numel() * p.element_size() for p in build()[0].parameters()) / 2**20
+        for contender in contenders(options):
+            command = [sys.executable, "-m", "paceline", "run", "-n", "2", __file__, *sys.argv[1:]]
+            grown = json.loads(
+                subprocess.check_output([*command, "--model", name, "--contender", contender], text=True)
             )
+            label = f"{name} ({size_mib:.1f})" if contender == "bare" else ""
+            print(f"{label:24}{contender:10}{''.join(f'{grown[kind]:12.1f}' for kind in kinds)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = "shm" if "shm" in dist.Backend.backend_list else "gloo"
+    parser.add_argument("--backend", default=known, help="what paceline's DDP talks over")
+    parser.add_argument("--torch-over", metavar="BACKEND", help="torch's DDP over this backend too")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--memory", action="store_true", help="memory instead of time; without `paceline run`")
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        measure_memory_of(options)
+    elif options.memory:
+        measure_memory(options)
+    else:
+        measure_times(options)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ environment, logging or random state.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -37,13 +38,23 @@ __all__ = [
 ]
 
 
+def _register_backends() -> None:
+    """Let torch.distributed know our backends, if it is there; torch asks for them itself when it comes later."""
+    if "torch" in sys.modules:
+        importlib.import_module("paceline.comm.register").register()
+
+
+_register_backends()
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    elif name in ("data", "errors", "parallel", "plan"):
+    elif name in ("comm", "data", "errors", "parallel", "plan"):
         value = importlib.import_module(f"paceline.{name}")
     else:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    _register_backends()
     globals()[name] = value
     return value
 

@@ -6,6 +6,9 @@
     ├── RendezvousError           TimeoutError  the ranks did not meet before the deadline
     ├── BarrierTimeoutError       TimeoutError  ranks did not reach a barrier before the deadline
     ├── PeerError                 RuntimeError  another rank failed or died while this one waited for it
+    ├── CommunicationError        RuntimeError  a process group cannot be made or used here
+    ├── CollectiveMismatchError   RuntimeError  the ranks called different collectives, or with different sizes
+    ├── CollectiveTimeoutError    TimeoutError  a collective was not done before its deadline (a RuntimeError too)
     ├── PlanError                 ValueError    a plan was asked for that cannot be made
     ├── ReplicaMismatchError      RuntimeError  the ranks built, froze or replaced parameters differently
     ├── ReductionError            RuntimeError  gradients could not be averaged
@@ -59,3 +62,15 @@ class DataError(PacelineError, ValueError):
 
 class LaunchError(PacelineError, RuntimeError):
     """The launcher could not start the ranks."""
+
+
+class CommunicationError(PacelineError, RuntimeError):
+    """A process group cannot be made or used here: what it needs is missing, or it was closed or given up."""
+
+
+class CollectiveMismatchError(PacelineError, RuntimeError):
+    """The ranks called different collectives, or one with different sizes, dtypes or roots; the message names both."""
+
+
+class CollectiveTimeoutError(PacelineError, TimeoutError, RuntimeError):
+    """A collective was not done before its deadline; the message names the ranks that have not come."""

@@ -16,10 +16,11 @@ GROUND = ["errors", "ports", "environment", "rendezvous", "devices", "world"]
 # What each room may import besides itself and the ground.
 ROOMS: dict[str, set[str]] = {
     "plan": set(),
-    "parallel": {"plan"},
+    "comm": set(),
+    "parallel": {"plan", "comm"},
     "data": set(),
     "launch": set(),
-    "cli": {"plan", "parallel", "data", "launch"},
+    "cli": {"plan", "comm", "parallel", "data", "launch"},
 }
 
 

@@ -1,0 +1,405 @@
+"""Where operations wait: the queue of a group, the backing off, deadlines, and the end of peers.
+
+Collectives run one after another, in the order in which they were called; messages run beside them. Every thread that
+waits for an operation takes turns at driving all of them. Where nobody waits, a thread in the background looks after
+what is under way, so that ranks never depend on when the others come to wait.
+
+[Note: waiting] A wait looks again at once for some microseconds, since peers that run are mostly about to come; then it
+yields the core, which is what gets ahead when there are more ranks than cores; then it sleeps in the kernel, which
+wakes it with a higher priority than those that have been computing. Where ranks outnumber the cores it yields at once.
+
+The invariant: an operation that fails leaves the ranks out of step, so all later ones of the group fail too, with the
+first one's reason, on this rank and on all others; a mismatch alone, which is found before anything is done, does not.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.transport import Call, Steps, Transport
+from paceline.errors import (
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    CommunicationError,
+    PacelineError,
+    PeerError,
+)
+from paceline.rendezvous.peers import name_ranks
+
+_NUM_SPINS, _NUM_YIELDS = 40, 60
+_PAUSE_S = 0.05  # at most, before the peers are looked at
+_LOOK_S = 0.1  # between two looks at the peers
+_TICK_S = 0.002  # how long nobody may drive before the thread in the background does
+_LINGER = 20  # ticks, before it goes to sleep
+
+
+class Operation:
+    """A collective or a message under way.
+
+    Args:
+        steps: what it does; a message's steps return its source.
+        needed: the ranks without which it cannot end; None stands for all.
+        result: what its future is to hold.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        steps: Steps,
+        *,
+        timeout_s: float,
+        result: Sequence[Any] = (),
+        is_message: bool = False,
+        needed: Sequence[int] | None = None,
+    ) -> None:
+        self.call = call
+        self.is_message = is_message
+        self.needed = needed
+        self.timeout_s = timeout_s
+        self.deadline = time.monotonic() + timeout_s
+        self.number = 0
+        self.is_done = False
+        self.error: BaseException | None = None
+        self.source: int | None = None
+        self.result = result
+        self.futures: list[torch.futures.Future[Any]] = []
+        self._steps: Steps | None = steps
+
+    def advance(self) -> Exception | None:
+        """Go on as far as can be without waiting; the error, if that raised one."""
+        assert self._steps is not None
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            self.source = end.value
+            self.is_done = True
+        except Exception as error:
+            return error
+        return None
+
+    def finish(self, error: BaseException | None) -> None:
+        self.error = error
+        self.is_done = True
+        self._steps = None  # and with it the tensors
+
+    def resolve(self) -> None:
+        """Tell those who asked for a future. Not with the engine's lock: they may call back."""
+        while self.futures:
+            future = self.futures.pop()
+            if self.error is None:
+                future.set_result(list(self.result))
+            else:
+                future.set_exception(self.error)  # type: ignore[arg-type]
+
+
+class Engine:
+    """Drives the operations of one group.
+
+    Args:
+        ranks: the global rank of each rank in the group.
+    """
+
+    def __init__(self, transport: Transport, ranks: Sequence[int], timeout_s: float) -> None:
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self.name_of_me = f"rank {ranks[transport.rank]}"
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held while anything advances, never while anybody sleeps
+        self._collectives: deque[Operation] = deque()
+        self._messages: list[Operation] = []
+        self._finished: list[Operation] = []  # whose futures are to be told
+        self._failure = ""
+        self._is_closed = False
+        self._num_calls = 0
+        self._num_sleepers = 0
+        self._num_drives = 0
+        self._next_look = 0.0
+        self._background: _Background | None = None
+        self._num_spins = _NUM_SPINS if transport.num_local <= _num_cores() else 0
+
+    # -- what a group calls --------------------------------------------------------------------------------------
+
+    def submit(self, operation: Operation) -> None:
+        """Queue ``operation`` and go on as far as can be without waiting.
+
+        Raises:
+            CommunicationError: the group has failed before, was closed, or is a parent's.
+        """
+        self._check_usable()
+        with self._lock:
+            self._num_calls += 1
+            operation.number = self._num_calls
+            if operation.is_message:
+                self._messages.append(operation)
+            else:
+                self._collectives.append(operation)
+            self._advance()
+        self._resolve()
+
+    def watch(self) -> None:
+        """What was submitted is not waited for at once: let the background go on with it if nobody does."""
+        if self._background is None:
+            self._background = _Background(self)
+        self._background.wake()
+
+    def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
+        """Drive until ``operation`` is done; raise its error if it failed.
+
+        Args:
+            timeout_s: from now; by default the operation's own deadline stands.
+        """
+        if not operation.is_done:
+            deadline = operation.deadline if timeout_s is None else time.monotonic() + timeout_s
+            self.wait_until(lambda: operation.is_done, operation, deadline)
+        self._resolve()
+        if operation.error is not None:
+            raise operation.error
+
+    def wait_until(self, is_done: Callable[[], bool], operation: Operation, deadline: float) -> None:
+        """Drive until ``is_done()``, which is asked with the lock. [Note: waiting]
+
+        Args:
+            operation: what is waited for, for errors; it need not be in the queue.
+        Raises:
+            PeerError, CollectiveTimeoutError, CommunicationError: it will not be done.
+        """
+        self._check_own()
+        num_looks = 0
+        while True:
+            with self._lock:
+                if self._advance():
+                    num_looks = 0
+                if is_done():
+                    return
+                if self._failure:
+                    raise CommunicationError(self._refusal())
+            num_looks += 1
+            if num_looks <= self._num_spins:
+                continue
+            if num_looks <= self._num_spins + _NUM_YIELDS:
+                os.sched_yield()
+                continue
+            self._sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+            self._look_after(operation, is_done, deadline)
+
+    def drive(self) -> None:
+        """Go on as far as can be without waiting."""
+        with self._lock:
+            self._advance()
+        self._resolve()
+
+    def promise(self, operation: Operation) -> "torch.futures.Future[Any]":
+        """A future of ``operation``. Somebody may wait for it where nobody can drive, so the background does."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:
+            operation.futures.append(future)
+            is_done = operation.is_done
+            if is_done:
+                self._finished.append(operation)
+        self._resolve()
+        if not is_done:
+            self.watch()
+        return future
+
+    def abort(self, reason: str) -> None:
+        """Give the group up: all that is under way fails, here and on the other ranks."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._fail(reason)
+            self._resolve()
+
+    def close(self) -> None:
+        """End the background and free what the transport holds. Twice does no harm."""
+        if self._pid != os.getpid():
+            return
+        if self._background is not None:
+            self._background.stop()
+            self._background = None
+        with self._lock:
+            is_open = not self._is_closed
+            self._is_closed = True
+            for operation in self._pending():
+                self._end(operation, CommunicationError(f"{self.name_of_me}: the process group was destroyed."))
+        self._resolve()
+        if is_open:
+            self.transport.close()
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def _advance(self) -> bool:
+        """Go on as far as can be without waiting; whether anything ended."""
+        self._num_drives += 1
+        self.transport.poll()
+        has_ended = False
+        while self._collectives and self._advance_one(self._collectives[0]):
+            has_ended = True
+        for message in list(self._messages):
+            if not message.is_done:  # as when another has failed
+                has_ended = self._advance_one(message) or has_ended
+        if has_ended and self._num_sleepers:
+            self.transport.nudge()  # another thread may wait for what has ended
+        return has_ended
+
+    def _advance_one(self, operation: Operation) -> bool:
+        error = operation.advance()
+        if error is None and not operation.is_done:
+            return False
+        self._end(operation, error)
+        if error is not None and not isinstance(error, CollectiveMismatchError):
+            self._fail(f"{operation.call} failed: {type(error).__name__}: {error}")
+        return True
+
+    def _end(self, operation: Operation, error: BaseException | None) -> None:
+        operation.finish(error)
+        if operation.is_message:
+            self._messages.remove(operation)
+        else:
+            self._collectives.remove(operation)
+        if operation.futures:
+            self._finished.append(operation)
+
+    def _fail(self, reason: str, error: Exception | None = None) -> None:
+        """All that is under way ends with ``error``; nothing can begin any more, here and on the other ranks."""
+        if self._failure or self._is_closed:
+            return
+        self._failure = reason
+        for operation in self._pending():
+            self._end(operation, error or CommunicationError(self._refusal()))
+        self.transport.give_up(reason)
+        if self._num_sleepers:
+            self.transport.nudge()
+
+    def _pending(self) -> list[Operation]:
+        return [*self._collectives, *self._messages]
+
+    # -- without it ----------------------------------------------------------------------------------------------
+
+    def _sleep(self, timeout_s: float) -> None:
+        self._num_sleepers += 1
+        has_heard = self.transport.pause(timeout_s)
+        with self._lock:
+            self._num_sleepers -= 1
+            if has_heard:
+                self.transport.heard()
+
+    def _look_after(self, operation: Operation, is_done: Callable[[], bool], deadline: float) -> None:
+        """Fail what cannot be done any more: its peers are gone, or it is too late."""
+        now = time.monotonic()
+        error: Exception | None = None
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            try:
+                self.transport.check_peers(operation.needed)
+            except PeerError as gone:
+                error = gone
+        if error is None and now >= deadline:
+            error = CollectiveTimeoutError(self._lateness(operation))
+        if error is None:
+            return
+        with self._lock:
+            self._advance()  # the peer may have gone after it had done its part
+            if is_done():
+                return
+            if isinstance(error, PeerError) or now >= operation.deadline:
+                self._fail(str(error), error)
+        self._resolve()
+        raise error
+
+    def _lateness(self, operation: Operation) -> str:
+        absent = [] if operation.is_message else self.transport.absent()
+        if self._collectives and operation is not self._collectives[0] and not operation.is_message:
+            who = f"{self._collectives[0].call}, called before it, is not done either"
+        elif absent:
+            who = f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it, the others have"
+        elif operation.is_message:
+            who = "the other side has not come to it"
+        else:
+            who = "all ranks have come to it"
+        return (
+            f"{self.name_of_me}: {operation.call}, call number {operation.number} of this group, was not done after "
+            f"{operation.timeout_s:g} s: {who}. Look where the ranks are; give the group a longer timeout if they need it."
+        )
+
+    def _resolve(self) -> None:
+        """Tell futures, without the lock: they may call back."""
+        while self._finished:
+            try:
+                operation = self._finished.pop()
+            except IndexError:  # another thread has
+                return
+            operation.resolve()
+
+    def _check_own(self) -> None:
+        if self._pid != os.getpid():
+            raise CommunicationError(
+                f"this process was forked from {self.name_of_me}, and the process group is its parent's. Call "
+                "collectives in the rank, or init() here for a world of its own."
+            )
+
+    def _check_usable(self) -> None:
+        self._check_own()
+        if self._is_closed:
+            raise CommunicationError(f"{self.name_of_me}: the process group was destroyed.")
+        if self._failure:
+            raise CommunicationError(self._refusal())
+
+    def _refusal(self) -> str:
+        return (
+            f"{self.name_of_me}: this process group has failed before, and its ranks are out of step. End them all and "
+            f"start from a checkpoint. The first error was: {self._failure}"
+        )
+
+
+class _Background:
+    """A thread that drives a group's operations while nobody else does."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._awake = threading.Event()
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="paceline collectives", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        if not self._awake.is_set():
+            self._awake.set()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        self._awake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        engine, num_idle, num_drives = self._engine, 0, -1
+        while not self._is_stopped:
+            pending = engine._pending()
+            num_idle = 0 if pending else num_idle + 1
+            if num_idle > _LINGER:
+                self._awake.clear()
+                if not engine._pending():  # again: some may have come before the clearing
+                    self._awake.wait()
+                num_idle = 0
+            elif pending and (engine._num_drives == num_drives or any(operation.futures for operation in pending)):
+                engine.drive()
+                if engine._pending():
+                    engine._sleep(_TICK_S)
+                    for operation in engine._pending():
+                        with contextlib.suppress(PacelineError):  # whoever waits for it is told
+                            engine._look_after(operation, lambda: False, operation.deadline)
+                num_drives = engine._num_drives
+            else:
+                num_drives = engine._num_drives
+                time.sleep(_TICK_S)
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

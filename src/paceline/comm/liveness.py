@@ -1,0 +1,139 @@
+"""Whether the other ranks of a host still live, and how they ended.
+
+Memory does not tell of a peer's death, as a socket would. So a rank that leaves says so, with its last words if it
+failed; and one that was killed is missed through its process.
+
+The invariant: whatever a rank waits for in shared memory, it looks here several times a second.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import signal
+import struct
+import sys
+import traceback
+from collections.abc import Sequence
+
+from paceline.comm.arena import LAST_WORDS_BYTES, Arena
+from paceline.comm.signals import STATE, Signals
+from paceline.errors import PeerError
+from paceline.rendezvous import Peer
+
+_TAKING_PART, _LEFT, _FAILED = range(3)
+
+# ioctl(PIDFD_GET_INFO) of linux/pidfd.h, since Linux 6.15: how a process ended, even after it was reaped.
+_PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
+
+
+class Lifeline:
+    """A process that another rank runs in."""
+
+    def __init__(self, peer: Peer) -> None:
+        self._peer = peer
+        self._pidfd = -1
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._pidfd = os.pidfd_open(peer.pid)
+
+    def is_alive(self) -> bool:
+        return self._peer.is_alive()
+
+    def how_it_ended(self) -> str:
+        """Such as ``was killed by SIGKILL``."""
+        status = self._status()
+        if status is None:
+            return "ended without a word: killed by a signal, for lack of memory perhaps, or by os._exit"
+        if os.WIFSIGNALED(status):
+            number = os.WTERMSIG(status)
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(number).name}"
+            return f"was killed by signal {number}"
+        return f"exited with status {os.WEXITSTATUS(status)}"
+
+    def close(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _status(self) -> int | None:
+        """As ``os.wait`` would give it; None where the system does not tell."""
+        with contextlib.suppress(OSError, ValueError, IndexError):  # not yet reaped: its last field is readable
+            fields = pathlib.Path(f"/proc/{self._peer.pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z" and int(fields[19]) == self._peer.started:
+                return int(fields[49])
+        with contextlib.suppress(OSError):
+            info = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
+            fcntl.ioctl(self._pidfd, _PIDFD_GET_INFO, info)
+            if struct.unpack_from("Q", info)[0] & _PIDFD_INFO_EXIT:
+                return int(struct.unpack_from("i", info, _EXIT_CODE_AT)[0])
+        return None
+
+
+class Liveness:
+    """What this rank says of itself to the group, and what it can tell of the others."""
+
+    def __init__(self, arena: Arena, signals: Signals, rank: int, ranks: Sequence[int]) -> None:
+        self._arena = arena
+        self._signals = signals
+        self._rank = rank
+        self._ranks = ranks
+        self._is_announced = False
+        self._lifelines = [None if r == rank else Lifeline(peer) for r, peer in enumerate(arena.peers)]
+
+    def check(self, needed: Sequence[int]) -> None:
+        """Raise if one of ``needed`` takes part no more.
+
+        Raises:
+            PeerError: the message says which, and how it ended or what its last words were.
+        """
+        for peer in needed:
+            lifeline = self._lifelines[peer]
+            if lifeline is None:
+                continue
+            state, words = self._read(peer)
+            if state == _TAKING_PART:
+                if lifeline.is_alive():
+                    continue
+                state, words = self._read(peer)  # it may have spoken between the two looks
+            name = f"rank {self._ranks[peer]} (pid {self._arena.peers[peer].pid})"
+            me = f"rank {self._ranks[self._rank]}"
+            if state == _TAKING_PART:
+                raise PeerError(f"{me}: {name} {lifeline.how_it_ended()}. Its own output may say why.")
+            if state == _FAILED or words:
+                raise PeerError(f"{me}: {name} failed, and takes part in this group no more:\n{words}")
+            raise PeerError(
+                f"{me}: {name} has left the group. All ranks must call collectives equally often before they end."
+            )
+
+    def announce_failure(self, reason: str) -> None:
+        """Tell the others that this rank gives the group up."""
+        self._announce(_FAILED, reason)
+
+    def announce_departure(self) -> None:
+        """Tell the others that this rank leaves, and why, if an exception ends it."""
+        error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
+        error = error or getattr(sys, "last_value", None)  # set once an exception has ended the script
+        words = "" if error is None or isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
+        self._announce(_LEFT, words)
+        for lifeline in self._lifelines:
+            if lifeline is not None:
+                lifeline.close()
+
+    def _announce(self, state: int, words: str) -> None:
+        if self._is_announced:
+            return
+        self._is_announced = True
+        start = self._arena.layout.start(self._rank) + self._arena.layout.state
+        text = words.encode()[-LAST_WORDS_BYTES + 1 :]
+        self._arena.memory[start + 8 : start + 8 + len(text) + 1] = text + b"\0"
+        self._arena.words[start // 8] = state
+        self._signals.tell_all(STATE)
+
+    def _read(self, peer: int) -> tuple[int, str]:
+        # Before its token: the state is one word, and the words that belong to it are only for people.
+        start = self._arena.layout.start(peer) + self._arena.layout.state
+        state = self._arena.words[start // 8]
+        text = bytes(self._arena.memory[start + 8 : start + 8 + LAST_WORDS_BYTES]).split(b"\0", 1)[0]
+        return state, text.decode(errors="replace").strip()

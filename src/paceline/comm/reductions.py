@@ -1,0 +1,60 @@
+"""Reducing values of several ranks, in shared memory: which operation of torch stands for which of c10d.
+
+The invariant: values are taken in the order of ranks, always, so a result is the same on all ranks and in all runs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.comm.transport import Reduction
+
+_COMBINE: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "premul_sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+# Several sums in these would lose digits at each step.
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
+    """Write the reduction of ``parts``, which go by rank, into ``output``, which may be one of them.
+
+    Sums of more than two halves are made in float32 and rounded once.
+    """
+    combine = _COMBINE[reduction.name]
+    if reduction.name == "premul_sum":
+        parts = [part * reduction.factor for part in parts]
+    if len(parts) == 1:
+        if output is not parts[0]:
+            output.copy_(parts[0])
+    elif len(parts) == 2:
+        combine(parts[0], parts[1], out=output)
+    elif output.dtype in _NARROW:
+        total = combine(parts[0].float(), parts[1])
+        for part in parts[2:]:
+            combine(total, part, out=total)
+        if reduction.name == "avg":
+            total /= len(parts)
+        output.copy_(total)
+        return
+    else:
+        is_in_place = any(output.data_ptr() == part.data_ptr() for part in parts[2:])
+        total = combine(parts[0], parts[1], out=None if is_in_place else output)
+        for part in parts[2:]:
+            combine(total, part, out=total)
+        if is_in_place:
+            output.copy_(total)
+    if reduction.name == "avg" and len(parts) > 1:
+        if output.is_floating_point() or output.is_complex():
+            output /= len(parts)
+        else:
+            output.div_(len(parts), rounding_mode="trunc")
