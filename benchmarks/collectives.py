@@ -80,7 +80,13 @@ def ratio(these: list[float], those: list[float]) -> float:
 @contextlib.contextmanager
 def busy_cores(count: int) -> Iterator[None]:
     """``count`` processes that compute until the block is over, or until this process is gone."""
-    source = f"import os\nwhile os.getppid() == {os.getpid()}:\n    sum(range(100_000))"
+    # They leave Ctrl-C to this process.
+    source = f"""
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+while os.getppid() == {os.getpid()}:
+    sum(range(100_000))
+"""
     burners = [subprocess.Popen([sys.executable, "-c", source]) for _ in range(count)]
     try:
         yield

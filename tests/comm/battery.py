@@ -101,6 +101,8 @@ COMPLEX = [torch.complex64, torch.complex128]
 MOVABLE = [*FLOATS, *INTEGERS, torch.bool]
 LARGE = 9 * 2**18 + 3  # float32 values: 9 MiB and 12 bytes
 
+_PATTERN = (torch.arange(LARGE + 1000) % 251).float()
+
 
 def row(rank: int, dtype: torch.dtype = torch.float32, shape: Sequence[int] = (3,)) -> torch.Tensor:
     """Differs from rank to rank: 3r+1, 3r+2, 3r+3; the real part of complex values; odd ones are True."""
@@ -125,7 +127,7 @@ def blank(dtype: torch.dtype = torch.float32, shape: Sequence[int] = (3,)) -> to
 
 def pattern(numel: int, start: int = 0) -> torch.Tensor:
     """Values from 0 to 250 that repeat with a prime period, so that a block in the wrong place shows."""
-    return ((torch.arange(numel) + start) % 251).float()
+    return _PATTERN[start : start + numel].clone()
 
 
 def triangle(size: int) -> int:
@@ -580,6 +582,7 @@ def recv_from_anybody(rank: int, size: int) -> Cases:
                 t = torch.zeros(2, dtype=torch.int64)
                 seen.append((dist.recv(t, tag=tag), t))
             yield tag, sorted(seen, key=lambda s: s[0]), [(r, torch.tensor([r, 2 * r])) for r in range(1, size)]
+        dist.barrier()  # whatever a quick rank sends next is not for these receives
 
 
 @check(needs=2)
@@ -1199,9 +1202,9 @@ def large_tensors(rank: int, size: int) -> Cases:
     dist.reduce(t, size - 1)
     if rank == size - 1:
         yield "reduce", t, pattern(LARGE) * size + size * (size - 1) // 2
-    t = (torch.arange(LARGE) % 251).to(torch.uint8) // (rank + 1)  # a quarter of the bytes, so of another block size
+    t = pattern(LARGE).to(torch.uint8) // (rank + 1)  # a quarter of the bytes, so of another block size
     dist.all_reduce(t, dist.ReduceOp.MIN)
-    yield "bytes", t, (torch.arange(LARGE) % 251).to(torch.uint8) // size
+    yield "bytes", t, pattern(LARGE).to(torch.uint8) // size
 
 
 @check()

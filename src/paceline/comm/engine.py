@@ -88,6 +88,11 @@ class Operation:
         self.is_done = True
         self._steps = None  # and with it the tensors
 
+    def withdraw(self) -> None:
+        """Undo what has been begun."""
+        if self._steps is not None:
+            self._steps.close()
+
     def resolve(self) -> None:
         """Tell those who asked for a future. Not with the engine's lock: they may call back."""
         while self.futures:
@@ -120,7 +125,7 @@ class Engine:
         self._num_sleepers = 0
         self._num_drives = 0
         self._next_look = 0.0
-        self._background: _Background | None = None
+        self._drivers: list[_Driver] = []
         self._num_spins = _NUM_SPINS if transport.num_local <= _num_cores() else 0
 
     # -- what a group calls --------------------------------------------------------------------------------------
@@ -144,9 +149,11 @@ class Engine:
 
     def watch(self) -> None:
         """What was submitted is not waited for at once: let the background go on with it if nobody does."""
-        if self._background is None:
-            self._background = _Background(self)
-        self._background.wake()
+        driver = next((driver for driver in self._drivers if not driver.is_calling_back), None)
+        if driver is None:
+            driver = _Driver(self)
+            self._drivers.append(driver)
+        driver.wake()
 
     def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Drive until ``operation`` is done; raise its error if it failed.
@@ -188,6 +195,13 @@ class Engine:
             self._sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
             self._look_after(operation, is_done, deadline)
 
+    def cancel(self, message: Operation) -> None:
+        """Wait for it no more, if it is not done: as if it had never been asked for."""
+        with self._lock:
+            if not message.is_done:
+                message.withdraw()
+                self._end(message, CommunicationError(f"{self.name_of_me}: {message.call} was cancelled."))
+
     def drive(self) -> None:
         """Go on as far as can be without waiting."""
         with self._lock:
@@ -218,15 +232,15 @@ class Engine:
         """End the background and free what the transport holds. Twice does no harm."""
         if self._pid != os.getpid():
             return
-        if self._background is not None:
-            self._background.stop()
-            self._background = None
         with self._lock:
             is_open = not self._is_closed
             self._is_closed = True
             for operation in self._pending():
                 self._end(operation, CommunicationError(f"{self.name_of_me}: the process group was destroyed."))
         self._resolve()
+        for driver in self._drivers:
+            driver.stop()
+        self._drivers.clear()
         if is_open:
             self.transport.close()
 
@@ -356,13 +370,19 @@ class Engine:
         )
 
 
-class _Background:
-    """A thread that drives a group's operations while nobody else does."""
+class _Driver:
+    """A thread in the background that drives a group's operations while nobody else does.
+
+    Attributes:
+        is_calling_back: whether it runs what users have asked futures to call. That may wait for other operations, so
+            while it lasts, another driver is needed.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._awake = threading.Event()
         self._is_stopped = False
+        self.is_calling_back = False
         self._thread = threading.Thread(target=self._run, name="paceline collectives", daemon=True)
         self._thread.start()
 
@@ -387,16 +407,32 @@ class _Background:
                     self._awake.wait()
                 num_idle = 0
             elif pending and (engine._num_drives == num_drives or any(operation.futures for operation in pending)):
-                engine.drive()
-                if engine._pending():
-                    engine._sleep(_TICK_S)
-                    for operation in engine._pending():
-                        with contextlib.suppress(PacelineError):  # whoever waits for it is told
-                            engine._look_after(operation, lambda: False, operation.deadline)
+                self._drive()
                 num_drives = engine._num_drives
             else:
                 num_drives = engine._num_drives
                 time.sleep(_TICK_S)
+
+    def _drive(self) -> None:
+        engine = self._engine
+        with engine._lock:
+            engine._advance()
+        self._call_back()
+        if engine._pending():
+            engine._sleep(_TICK_S)
+            for operation in engine._pending():
+                with contextlib.suppress(PacelineError):  # whoever waits for it is told
+                    engine._look_after(operation, lambda: False, operation.deadline)
+            self._call_back()
+
+    def _call_back(self) -> None:
+        if not self._engine._finished:
+            return
+        self.is_calling_back = True
+        if self._engine._pending():
+            self._engine.watch()
+        self._engine._resolve()
+        self.is_calling_back = False
 
 
 def _num_cores() -> int:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from paceline.comm.callers import line_of_caller
 from paceline.comm.engine import Engine, Operation
+from paceline.comm.monitored import pass_monitored_barrier
 from paceline.comm.sparse import sum_sparse
 from paceline.comm.staging import Joined, Staged, flat
 from paceline.comm.transport import Call, Reduction, Steps, Transport
-from paceline.comm.work import Work
+from paceline.comm.work import RecentWorks, Work
 from paceline.errors import CommunicationError
 
 _REDUCTIONS = {member: name.lower() for name, member in dist.ReduceOp.RedOpType.__members__.items()}
@@ -47,6 +48,7 @@ class CollectiveGroup(dist.ProcessGroup):
         self.engine = Engine(transport, ranks, timeout_s)
         self.transport = transport
         self._ranks = ranks
+        self._works = RecentWorks()
         self._name, self._description = "", "undefined"
         self._make_companion = companion
         self._companion: dist.ProcessGroup | None = None
@@ -289,13 +291,12 @@ class CollectiveGroup(dist.ProcessGroup):
         call = Call("barrier", where=line_of_caller())
         return self._begin(call, self.transport.barrier(call), opts, ())
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """A barrier whose error names the ranks that did not come: as all collectives here do, all of them at once."""
-        call = Call("barrier", detail="monitored", where=line_of_caller())
-        opts = dist.BarrierOptions()
-        if timeout is not None:
-            opts.timeout = timeout
-        self._begin(call, self.transport.barrier(call), opts, ()).wait()
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+        seconds = self.engine.timeout_s if seconds is None else seconds
+        pass_monitored_barrier(
+            self.engine, self.transport, self._ranks, seconds, wait_all_ranks, line_of_caller()
+        )
 
     # -- what c10d asks of a group -------------------------------------------------------------------------------
 
@@ -362,9 +363,12 @@ class CollectiveGroup(dist.ProcessGroup):
             timeout_s = opts.timeout.total_seconds()
         operation = Operation(call, steps, timeout_s=timeout_s, result=result, is_message=is_message, needed=needed)
         self.engine.submit(operation)
-        if not operation.is_done and getattr(opts, "asyncOp", True):
+        work = Work(self.engine, operation)
+        if not getattr(opts, "asyncOp", True):
+            return work
+        if not operation.is_done:
             self.engine.watch()
-        return Work(self.engine, operation)
+        return self._works.add(work)
 
     def _elsewhere(self, tensors: Sequence[Any]) -> Any:
         """The group that serves tensors which are not on the CPU; None where all are."""

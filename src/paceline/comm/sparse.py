@@ -27,4 +27,5 @@ def sum_sparse(transport: Transport, call: Call, tensor: Tensor, reduction: Redu
     total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape, check_invariants=False).coalesce()
     if reduction.name == "avg":
         total = total / transport.size
-    tensor.data.copy_(total)
+    with torch.no_grad():
+        tensor.copy_(total)

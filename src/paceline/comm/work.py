@@ -1,5 +1,12 @@
-"""c10d's handle of an operation under way."""
+"""c10d's handle of an operation under way.
 
+[Note: works that only C++ holds] torch hands some works to C++ alone, as that with which its DistributedDataParallel
+counts the ranks that have not joined. Of a Python object, C++ then has what the base class can do, which is to wait for
+ever. So the last works of a group are kept, without their tensors, when Python has let go of them.
+"""
+
+import sys
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -59,3 +66,21 @@ class Work(dist.Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         """A future of the tensors."""
         return self._engine.promise(self._operation)
+
+
+class RecentWorks:
+    """The works of a group. [Note: works that only C++ holds]"""
+
+    def __init__(self) -> None:
+        self._given: list[Work] = []
+        self._recent: deque[Work] = deque(maxlen=256)
+
+    def add(self, work: Work) -> Work:
+        for index in range(len(self._given) - 1, -1, -1):
+            # Held by the list, and as an argument of getrefcount: by nobody in Python.
+            if self._given[index]._operation.is_done and sys.getrefcount(self._given[index]) == 2:
+                done = self._given.pop(index)
+                done._operation.result = ()
+                self._recent.append(done)
+        self._given.append(work)
+        return work
