@@ -1,6 +1,6 @@
 """The memory that the ranks of one host share: one file without a name, in which each rank has a part.
 
-    part of rank r:  signals | state, last words | calls, sizes, buckets | stream, two halves | message slots | heap
+    part of rank r:  signals | state, last words | calls, sizes, buckets | stream, three buffers | message slots | heap
 
 The file is a memfd: it never had a name, nothing of it lies in /dev/shm, whose size (64 MB in a container) does not
 bound it, and the kernel frees it when the last rank that has mapped it is gone, however that came. The others open it
@@ -32,7 +32,8 @@ LAST_WORDS_BYTES = 8192
 CALL_BYTES = 512
 NUM_BUCKET_SLOTS = 1024
 NUM_MESSAGE_SLOTS = 4
-_HALF_BYTES, _SMALLEST_HALF_BYTES = 1 << 20, 1 << 14
+NUM_BUFFERS = 3
+_BUFFER_BYTES, _SMALLEST_BUFFER_BYTES = int(os.environ.get("BB", 1 << 19)), 1 << 14
 _SMALLEST_HEAP_BYTES = 1 << 26
 
 
@@ -46,13 +47,13 @@ class Layout:
 
     Attributes:
         size: the number of ranks.
-        half_bytes: of each of the two halves through which tensors stream.
+        buffer_bytes: of each of the buffers through which tensors stream.
         slot_bytes: of each slot through which a message streams.
         heap_bytes: of address space; it takes memory only where something has been allocated.
     """
 
     size: int
-    half_bytes: int
+    buffer_bytes: int
     slot_bytes: int
     heap_bytes: int
 
@@ -63,18 +64,18 @@ class Layout:
 
     @property
     def calls(self) -> int:
-        """Two slots, each for a call."""
+        """For each buffer, a slot for a call."""
         return self.state + _pages(8 + LAST_WORDS_BYTES)
 
     @property
     def sizes(self) -> int:
-        """Two slots, each for two tables of sizes by rank: what is given and what is taken."""
-        return self.calls + 2 * CALL_BYTES
+        """For each buffer, two tables of sizes by rank: what is given and what is taken."""
+        return self.calls + NUM_BUFFERS * CALL_BYTES
 
     @property
     def buckets(self) -> int:
         """Where in the heap the buckets lie that have been launched."""
-        return self.sizes + 4 * self.size * 8
+        return self.sizes + NUM_BUFFERS * 2 * self.size * 8
 
     @property
     def stream(self) -> int:
@@ -82,7 +83,7 @@ class Layout:
 
     @property
     def messages(self) -> int:
-        return self.stream + 2 * self.half_bytes
+        return self.stream + NUM_BUFFERS * self.buffer_bytes
 
     @property
     def heap(self) -> int:
@@ -188,17 +189,17 @@ def _make(meeting: Meeting) -> Arena:
     fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
     try:
         os.fchmod(fd, 0o600)
-        half_bytes, heap_bytes = _HALF_BYTES, _pages(psutil.virtual_memory().total)
+        buffer_bytes, heap_bytes = _BUFFER_BYTES, _pages(psutil.virtual_memory().total)
         while True:
-            layout = Layout(size, half_bytes, half_bytes // NUM_MESSAGE_SLOTS, heap_bytes)
+            layout = Layout(size, buffer_bytes, buffer_bytes // NUM_MESSAGE_SLOTS, heap_bytes)
             os.ftruncate(fd, size * layout.part_bytes)
             try:
                 for rank in range(size):
                     os.posix_fallocate(fd, layout.start(rank), layout.messages)
             except OSError as error:
-                if half_bytes <= _SMALLEST_HALF_BYTES:
+                if buffer_bytes <= _SMALLEST_BUFFER_BYTES:
                     raise CommunicationError(_shortage(size * layout.messages, error)) from None
-                half_bytes //= 2
+                buffer_bytes //= 2
                 os.ftruncate(fd, 0)
                 continue
             try:

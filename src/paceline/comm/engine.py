@@ -32,7 +32,7 @@ from paceline.errors import (
 )
 from paceline.rendezvous.peers import name_ranks
 
-_NUM_SPINS, _NUM_YIELDS = 40, 60
+_NUM_SPINS, _NUM_YIELDS = int(os.environ.get("SP", 40)), int(os.environ.get("YI", 60))
 _PAUSE_S = 0.05  # at most, before the peers are looked at
 _LOOK_S = 0.1  # between two looks at the peers
 _TICK_S = 0.002  # how long nobody may drive before the thread in the background does

@@ -24,8 +24,9 @@ from paceline.comm.transport import Call, Reduction, Steps, Transport
 from paceline.comm.work import RecentWorks, Work
 from paceline.errors import CommunicationError
 
-_REDUCTIONS = {member: name.lower() for name, member in dist.ReduceOp.RedOpType.__members__.items()}
+_REDUCTIONS = {kind.value: Reduction(name.lower()) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 _BITWISE = ("band", "bor", "bxor")
+_ORDERED = ("min", "max")
 _CPU = torch.device("cpu")
 
 
@@ -294,9 +295,7 @@ class CollectiveGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self.engine.timeout_s if seconds is None else seconds
-        pass_monitored_barrier(
-            self.engine, self.transport, self._ranks, seconds, wait_all_ranks, line_of_caller()
-        )
+        pass_monitored_barrier(self.engine, self.transport, self._ranks, seconds, wait_all_ranks, line_of_caller())
 
     # -- what c10d asks of a group -------------------------------------------------------------------------------
 
@@ -457,12 +456,14 @@ def _spelled(group: dist.ProcessGroup, names: Sequence[str]) -> Any:
 
 
 def _reduction_of(op: Any, tensor: Tensor) -> Reduction:
-    name = _REDUCTIONS[op.op if isinstance(op, dist.ReduceOp) else op]
-    if name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{name.upper()} needs integers or booleans, not {tensor.dtype}.")
-    if tensor.is_complex() and name in ("min", "max"):
-        raise ValueError(f"{name.upper()} is not defined for {tensor.dtype}.")
-    return Reduction(name, op.__getstate__()[1] if name == "premul_sum" else None)
+    reduction = _REDUCTIONS[(op.op if isinstance(op, dist.ReduceOp) else op).value]
+    if reduction.name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{reduction.name.upper()} needs integers or booleans, not {tensor.dtype}.")
+    if reduction.name in _ORDERED and tensor.is_complex():
+        raise ValueError(f"{reduction.name.upper()} is not defined for {tensor.dtype}.")
+    if reduction.name == "premul_sum":
+        return Reduction(reduction.name, op.__getstate__()[1])
+    return reduction
 
 
 def _check_dtype(what: str, tensor: Tensor, other: Tensor) -> None:

@@ -1,12 +1,13 @@
 """The backend ``shm``: collectives among ranks of one host, through memory that they share.
 
-A tensor streams through the arena block by block. In each block a rank writes its half of the stream, tells the others,
-and reads theirs when all have come:
+A tensor streams through the arena block by block. A rank writes a block into its part of a buffer, tells the others, and
+reads theirs when all have come:
 
-    fill my half  ->  meet  ->  read all ranks' halves          the next block uses the other half
+    fill my part of a buffer  ->  meet  ->  read all ranks' parts          the next block uses the next buffer
 
-[Note: two halves are enough] A rank tells that it has come to a meeting only after it has read all that it wants of the
-block before. So when a meeting is over, all ranks have read the block before it, and its half may be written again.
+[Note: three buffers] A rank tells that it has come to the meeting of block k only after it has read all that it wants
+of block k-2. So when that meeting is over, all ranks have read block k-2, and its buffer may be filled with block k+1.
+That is done before block k is read, so that the others have come to the next meeting by the time this rank wants them.
 
 The invariant: the first meeting of every collective compares what the ranks have called, and all ranks see the same. So
 on a mismatch all of them raise, none has written to a result, and the group goes on.
@@ -17,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import CALL_BYTES, Arena
+from paceline.comm.arena import CALL_BYTES, NUM_BUFFERS, Arena
 from paceline.comm.liveness import Liveness
 from paceline.comm.messages import Messages
 from paceline.comm.reductions import reduce_into
@@ -27,6 +28,7 @@ from paceline.errors import CollectiveMismatchError
 
 # More ranks than two reduce what is larger in shares: each a part of it for all.
 _SHARED_REDUCTION_BYTES = 1 << 16
+_MOST_REMEMBERED = 512  # sizes and calls that come again
 _ALIGNED_NUMEL = 64  # where a share may begin: no cache line is written by two ranks
 
 
@@ -48,62 +50,67 @@ class SharedMemory(Transport):
         self._liveness = Liveness(arena, self.signals, rank, ranks)
         self._messages = Messages(arena, self.signals, rank, ranks)
         self._num_meetings = 0
-        self._half = 0
-        self._typed: dict[torch.dtype, list[list[Tensor]]] = {}
-        self._spelled: dict[Call, bytes] = {}
+        self._buffer = 0
+        self._parts: dict[tuple[int, torch.dtype, int | None], list[Tensor]] = {}  # slicing costs more than looking up
+        self._spelled: dict[Call, tuple[bytes, bytes]] = {}  # what all must have in common, and all of it
+        layout = arena.layout
+        self._calls_at = [
+            [layout.start(r) + layout.calls + buffer * CALL_BYTES for r in range(self.size)]
+            for buffer in range(NUM_BUFFERS)
+        ]
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, call: Call, tensor: Tensor, reduction: Reduction) -> Steps:
         if self.size > 2 and tensor.nbytes > _SHARED_REDUCTION_BYTES:
-            yield from self._all_reduce_in_shares(call, tensor, reduction)
-            return
+            return self._all_reduce_in_shares(call, tensor, reduction)
 
-        def drain(start: int, end: int, parts: list[Tensor]) -> None:
-            block = tensor[start:end]
-            parts = [part[: end - start] for part in parts]
+        def drain(block: Tensor, parts: list[Tensor]) -> None:
             parts[self.rank] = block
             reduce_into(block, parts, reduction)
 
-        yield from self._stream(call, tensor, tensor.numel(), drain)
+        return self._stream(call, tensor, drain)
 
     def _all_reduce_in_shares(self, call: Call, tensor: Tensor, reduction: Reduction) -> Steps:
         """Each rank reduces one share of a block, and all gather the shares."""
-        blocks = self._blocks(tensor.numel(), self._block_numel(tensor.dtype))
-        for index, (start, end) in enumerate(blocks):
-            parts = self._next_half(tensor.dtype)
-            parts[self.rank][: end - start].copy_(tensor[start:end])
+        for index, block in enumerate(self._blocks(tensor)):
+            parts = self._next_buffer(tensor.dtype, block.numel())
+            parts[self.rank].copy_(block)
             yield from self._meet(call if index == 0 else None)
-            shares = shares_of(end - start, self.size)
+            shares = shares_of(block.numel(), self.size)
             mine = slice(*shares[self.rank])
             reduce_into(parts[self.rank][mine], [part[mine] for part in parts], reduction)
             yield from self._meet(None)
             for peer, (first, last) in enumerate(shares):
-                tensor[start + first : start + last].copy_(parts[peer][first:last])
+                block[first:last].copy_(parts[peer][first:last])
 
     def reduce(self, call: Call, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
-        def drain(start: int, end: int, parts: list[Tensor]) -> None:
+        def drain(block: Tensor, parts: list[Tensor]) -> None:
             if self.rank == root:
-                parts = [part[: end - start] for part in parts]
-                parts[root] = tensor[start:end]
-                reduce_into(parts[root], parts, reduction)
+                parts[root] = block
+                reduce_into(block, parts, reduction)
 
-        yield from self._stream(call, tensor, tensor.numel(), drain)
+        return self._stream(call, tensor, drain)
 
     def broadcast(self, call: Call, tensor: Tensor, root: int) -> Steps:
-        def drain(start: int, end: int, parts: list[Tensor]) -> None:
+        def drain(block: Tensor, parts: list[Tensor]) -> None:
             if self.rank != root:
-                tensor[start:end].copy_(parts[root][: end - start])
+                block.copy_(parts[root])
 
-        yield from self._stream(call, tensor if self.rank == root else None, tensor.numel(), drain, tensor.dtype)
+        return self._stream(call, tensor, drain, gives=self.rank == root)
 
     def all_gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor) -> Steps:
-        def drain(start: int, end: int, parts: list[Tensor]) -> None:
-            for part, output in zip(parts, outputs, strict=True):
-                block = output[start:end]
-                block.copy_(part[: block.numel()])
+        if call.numel < 0:
+            return self._stream_unevenly(call, [mine] * self.size, outputs)
+        start = 0
 
-        yield from self._stream(call, mine, max(output.numel() for output in outputs), drain)
+        def drain(block: Tensor, parts: list[Tensor]) -> None:
+            nonlocal start
+            for part, output in zip(parts, outputs, strict=True):
+                (output if output.numel() == block.numel() else output[start : start + block.numel()]).copy_(part)
+            start += block.numel()
+
+        return self._stream(call, mine, drain)
 
     def gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor, root: int) -> Steps:
         yield from self._stream_unevenly(
@@ -125,20 +132,20 @@ class SharedMemory(Transport):
     def reduce_scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
         window = max(1, self._block_numel(output.dtype) // self.size)
         mine = self.rank * window
-        for index, (start, end) in enumerate(self._blocks(max(piece.numel() for piece in inputs), window)):
-            parts = self._next_half(output.dtype)
+        for start in range(0, max(1, *(piece.numel() for piece in inputs)), window):
+            parts = self._next_buffer(output.dtype)
             for peer, piece in enumerate(inputs):
-                block = piece[start:end]
+                block = piece[start : start + window]
                 if peer != self.rank:
                     parts[self.rank][peer * window :][: block.numel()].copy_(block)
-            yield from self._meet(call if index == 0 else None)
-            block = output[start:end]
+            yield from self._meet(call if start == 0 else None)
+            block = output[start : start + window]
             pieces = [part[mine : mine + block.numel()] for part in parts]
-            pieces[self.rank] = inputs[self.rank][start:end]
+            pieces[self.rank] = inputs[self.rank][start : start + window]
             reduce_into(block, pieces, reduction)
 
     def barrier(self, call: Call) -> Steps:
-        self._half ^= 1
+        self._buffer = (self._buffer + 1) % NUM_BUFFERS
         yield from self._meet(call)
 
     # -- messages ------------------------------------------------------------------------------------------------
@@ -180,22 +187,32 @@ class SharedMemory(Transport):
     # -- blocks and meetings -------------------------------------------------------------------------------------
 
     def _stream(
-        self,
-        call: Call,
-        mine: Tensor | None,
-        numel: int,
-        drain: Callable[[int, int, list[Tensor]], None],
-        dtype: torch.dtype | None = None,
+        self, call: Call, tensor: Tensor, drain: Callable[[Tensor, list[Tensor]], None], *, gives: bool = True
     ) -> Steps:
-        """Block by block: write ``mine`` into this rank's half, meet, and ``drain(start, end, all ranks' halves)``."""
-        dtype = dtype or (mine.dtype if mine is not None else torch.uint8)
-        for index, (start, end) in enumerate(self._blocks(numel, self._block_numel(dtype))):
-            parts = self._next_half(dtype)
-            if mine is not None:
-                block = mine[start:end]
-                parts[self.rank][: block.numel()].copy_(block)
-            yield from self._meet(call if index == 0 else None)
-            drain(start, end, parts)
+        """Block by block: write it into this rank's half, meet, and ``drain(block, all ranks' parts)``.
+
+        Args:
+            gives: whether this rank's tensor is to be written.
+        """
+        blocks = self._blocks(tensor)
+        parts = self._fill(blocks[0], gives)
+        self._come(call)
+        yield from self._await_all(call)
+        for index, block in enumerate(blocks):  # [Note: three buffers]
+            current = parts
+            is_last = index + 1 == len(blocks)
+            if not is_last:
+                parts = self._fill(blocks[index + 1], gives)
+                self._come()
+            drain(block, current)
+            if not is_last:
+                yield from self._await_all()
+
+    def _fill(self, block: Tensor, gives: bool) -> list[Tensor]:
+        parts = self._next_buffer(block.dtype, block.numel())
+        if gives:
+            parts[self.rank].copy_(block)
+        return parts
 
     def _stream_unevenly(self, call: Call, gives: Sequence[Tensor], takes: Sequence[Tensor]) -> Steps:
         """Block by block: write into a window for each rank what it is given, meet, and take what others give."""
@@ -203,7 +220,7 @@ class SharedMemory(Transport):
         window = max(1, self._block_numel(dtype) // self.size)
         mine, longest, start = self.rank * window, 1, 0
         while start < longest:
-            parts = self._next_half(dtype)
+            parts = self._next_buffer(dtype)
             for peer, tensor in enumerate(gives):
                 block = tensor[start : start + window]
                 parts[self.rank][peer * window :][: block.numel()].copy_(block)
@@ -218,36 +235,42 @@ class SharedMemory(Transport):
             start += window
 
     def _block_numel(self, dtype: torch.dtype) -> int:
-        return self.arena.layout.half_bytes // dtype.itemsize
+        return self.arena.layout.buffer_bytes // dtype.itemsize
 
-    @staticmethod
-    def _blocks(numel: int, block_numel: int) -> list[tuple[int, int]]:
-        """(start, end) of each block; one, empty, for an empty tensor: ranks meet all the same."""
-        starts = range(0, max(1, numel), block_numel)
-        return [(start, min(start + block_numel, numel)) for start in starts]
+    def _blocks(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What fits into a buffer, in turn; one block, empty, for an empty tensor: ranks meet all the same."""
+        numel = self._block_numel(tensor.dtype)
+        return [tensor] if tensor.numel() <= numel else tensor.split(numel)
 
-    def _next_half(self, dtype: torch.dtype) -> list[Tensor]:
-        """All ranks' parts of the half that is free now."""
-        self._half ^= 1
-        if dtype not in self._typed:
+    def _next_buffer(self, dtype: torch.dtype, numel: int | None = None) -> list[Tensor]:
+        """All ranks' parts of the buffer that is free now, or the first ``numel`` elements of them."""
+        self._buffer = (self._buffer + 1) % NUM_BUFFERS
+        key = self._buffer, dtype, numel
+        parts = self._parts.get(key)
+        if parts is None:
+            if len(self._parts) >= _MOST_REMEMBERED:
+                self._parts.clear()
             layout = self.arena.layout
-            self._typed[dtype] = [
-                [
-                    self.arena.tensor(
-                        layout.start(r) + layout.stream + half * layout.half_bytes, layout.half_bytes
-                    ).view(dtype)
-                    for r in range(self.size)
-                ]
-                for half in range(2)
+            starts = [
+                layout.start(rank) + layout.stream + self._buffer * layout.buffer_bytes for rank in range(self.size)
             ]
-        return list(self._typed[dtype][self._half])
+            parts = [self.arena.tensor(start, layout.buffer_bytes).view(dtype)[:numel] for start in starts]
+            self._parts[key] = parts
+        return list(parts)
 
     def _meet(self, call: Call | None) -> Steps:
-        """Tell all that this rank has come, wait until all have; compare ``call``, at the first of a collective."""
+        self._come(call)
+        yield from self._await_all(call)
+
+    def _come(self, call: Call | None = None) -> None:
+        """Tell all that this rank has come to the next meeting, and with which ``call`` if a collective begins."""
         if call is not None:
             self._write_call(call)
         self._num_meetings += 1
         self.signals.tell_all(PHASES)
+
+    def _await_all(self, call: Call | None = None) -> Steps:
+        """Wait until all have come; compare their calls if a collective begins."""
         number, signals = self._num_meetings, self.signals
         for peer in self._peers:
             while signals.counts[peer][PHASES] < number:
@@ -260,30 +283,24 @@ class SharedMemory(Transport):
     def _write_call(self, call: Call) -> None:
         spelled = self._spelled.get(call)
         if spelled is None:
-            if len(self._spelled) > 1000:
+            if len(self._spelled) >= _MOST_REMEMBERED:
                 self._spelled.clear()
-            text = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
-            spelled = b"\0".join((text, str(call).encode()))[: CALL_BYTES - 1] + b"\0"
-            self._spelled[call] = spelled
-        start = self._call_of(self.rank)
-        self.arena.memory[start : start + len(spelled)] = spelled
+            common = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}\0".encode()
+            spelled = self._spelled[call] = common, (common + str(call).encode())[: CALL_BYTES - 1] + b"\0"
+        start = self._calls_at[self._buffer][self.rank]
+        self.arena.memory[start : start + len(spelled[1])] = spelled[1]
 
     def _compare_calls(self, call: Call) -> None:
-        spelled = self._spelled[call]
-        length = spelled.index(b"\0") + 1
-        mine = spelled[:length]
+        common, _ = self._spelled[call]
+        starts, memory = self._calls_at[self._buffer], self.arena.memory
         for peer in self._peers:
-            start = self._call_of(peer)
-            if self.arena.memory[start : start + length] != mine:
-                theirs = bytes(self.arena.memory[start : start + CALL_BYTES]).split(b"\0")[1].decode(errors="replace")
+            start = starts[peer]
+            if memory[start : start + len(common)] != common:
+                theirs = bytes(memory[start : start + CALL_BYTES]).split(b"\0")[1].decode(errors="replace")
                 raise CollectiveMismatchError(
                     f"rank {self._ranks[self.rank]} called {call}, but rank {self._ranks[peer]} called {theirs}. All "
                     "ranks must call the same collectives in the same order, with tensors of the same size and dtype."
                 )
-
-    def _call_of(self, rank: int) -> int:
-        layout = self.arena.layout
-        return layout.start(rank) + layout.calls + self._half * CALL_BYTES
 
     def _write_sizes(self, gives: list[int], takes: list[int]) -> None:
         start = self._sizes_of(self.rank)
@@ -311,7 +328,7 @@ class SharedMemory(Transport):
     def _sizes_of(self, rank: int) -> int:
         """In words."""
         layout = self.arena.layout
-        return (layout.start(rank) + layout.sizes) // 8 + self._half * 2 * self.size
+        return (layout.start(rank) + layout.sizes) // 8 + self._buffer * 2 * self.size
 
 
 def shares_of(numel: int, num_shares: int) -> list[tuple[int, int]]:

@@ -11,6 +11,7 @@ deadlines and the death of peers are looked after.
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ class Reduction:
     factor: float | Tensor | None = None
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A collective as one rank has called it; what all ranks must have called alike.
 
     Attributes:
