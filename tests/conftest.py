@@ -73,9 +73,10 @@ def _inodes_of_others() -> set[int]:
         with contextlib.suppress(OSError):
             lines = pathlib.Path(f"/proc/{pid}/maps").read_text().splitlines()
             inodes |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-            for entry in os.scandir(f"/proc/{pid}/fd"):
-                if os.readlink(entry.path).startswith("/dev/shm/"):
-                    inodes.add(os.stat(entry.path).st_ino)
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    if os.readlink(entry.path).startswith("/dev/shm/"):
+                        inodes.add(os.stat(entry.path).st_ino)
     return inodes
 
 

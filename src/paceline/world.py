@@ -16,8 +16,9 @@ import random
 import sys
 import time
 import traceback
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -34,6 +35,9 @@ from paceline.rendezvous import Meeting, Method, Peer, meet, parse_method
 from paceline.rendezvous.forks import forget_group_of_parent, make_immortal
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's
+
+# Told of this process's leaving, before anything is taken down.
+_listeners: "list[weakref.WeakMethod[Callable[[str], None]]]" = []
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -207,8 +211,8 @@ def init(
     whoever made it. Called again, this returns the world that exists.
 
     Args:
-        backend: ``auto`` is nccl (with gloo for CPU tensors) where the device is a GPU, else gloo. Or any name that
-            ``torch.distributed.init_process_group`` takes.
+        backend: ``auto`` is nccl (with gloo for CPU tensors) where the device is a GPU; else shm, where all ranks are on
+            one host, and hier across hosts. Or any name that ``torch.distributed.init_process_group`` takes.
         init_method: ``env://`` (the default), ``tcp://HOST:PORT`` or ``file:///PATH``.
         world_size, rank: where the environment does not say, or against what it says.
         timeout: seconds or a timedelta, for joining and for every collective later; torch's 30 minutes by default.
@@ -270,6 +274,23 @@ def shutdown() -> None:
     _end(wait=True)
 
 
+def on_leaving(listener: Callable[[str], None]) -> None:
+    """When this process leaves its job, or ends, call ``listener`` first, with its last words if it failed.
+
+    Args:
+        listener: a method, whose object is not kept alive.
+    """
+    _listeners[:] = [known for known in _listeners if known() is not None]
+    _listeners.append(weakref.WeakMethod(listener))
+
+
+def _tell_listeners(last_words: str) -> None:
+    for reference in _listeners:
+        listener = reference()
+        if listener is not None:
+            listener(last_words)
+
+
 def _end(*, wait: bool, last_words: str = "") -> None:
     global _current
     world, _current = _current, None
@@ -278,6 +299,8 @@ def _end(*, wait: bool, last_words: str = "") -> None:
     if world._pid != os.getpid():
         make_immortal(world)
         return
+    if world._hooks is not None:  # else the groups outlive the world
+        _tell_listeners(last_words)
     try:
         # Whoever is first through the last collective must not close its sockets under the others.
         world._meeting.part(wait=wait, last_words=last_words)
@@ -294,6 +317,7 @@ def _end(*, wait: bool, last_words: str = "") -> None:
 @atexit.register
 def _end_at_exit() -> None:
     error = getattr(sys, "last_value", None)  # set once an exception has ended the script
+    _tell_listeners(_last_words(error))
     _end(wait=not _is_failure(error), last_words=_last_words(error))
     forget_group_of_parent()
 
@@ -349,7 +373,7 @@ def _world_of(
         local_rank = nodes[: placement.rank].count(mine)
     chosen = choose_device(device, placement.rank, local_rank)
     if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else _choose_cpu_backend(meeting.peers)
     return World(
         rank=placement.rank,
         world_size=placement.world_size,
@@ -362,6 +386,15 @@ def _world_of(
         _meeting=meeting,
         _timeout_s=timeout_s,
     )
+
+
+def _choose_cpu_backend(peers: Sequence[Peer]) -> str:
+    """Shared memory within a host, and a hierarchy of it across hosts; Gloo where a host's ranks cannot share memory."""
+    views = {(peer.node, peer.pid_namespace) for peer in peers}
+    nodes = {peer.node for peer in peers}
+    if not {"shm", "hier"} <= set(dist.Backend.backend_list) or len(views) > len(nodes):
+        return "gloo"
+    return "shm" if len(nodes) == 1 else "hier"
 
 
 def _adopt(timeout_s: float, device: str | torch.device) -> World:

@@ -1,13 +1,15 @@
 """Every backend passes the battery in every world; and the battery notices a collective that is wrong."""
 
+import contextlib
 import hashlib
 import importlib
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from comm.battery import BATTERY, applicable, differences, same
+from comm.battery import BATTERY, applicable, differences, main, same
 from support.ranks import RankError, run_ranks
 
 BACKENDS = ["gloo", "shm"]
@@ -99,6 +101,26 @@ def raises(world):
 def test_a_check_that_raises_is_named():
     with pytest.raises(RankError, match="all_reduce_sums raised TypeError: 'NoneType' object is not callable"):
         run_ranks(2, raises)
+
+
+def program(rank, world_size, directory, is_spoiled):
+    if is_spoiled:
+        dist.all_gather = lambda *args, **kwargs: Done()
+    out = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out):
+            main("gloo")
+    except SystemExit as end:
+        return end.code, out.getvalue()
+    return None, out.getvalue()
+
+
+def test_the_program_says_how_many_checks_were_passed_or_fails_with_the_first_that_was_not():
+    number = len(applicable("gloo", 1))
+    assert run_ranks(1, program, False, join=False) == [(None, f"ok {number} checks\n")]
+    [(code, out)] = run_ranks(1, program, True, join=False)
+    assert code.startswith("rank 0: data_keeps_its_bits failed: all_gather: got [tensor([0, 0, 0, 0, 0]")
+    assert out == ""
 
 
 @pytest.mark.parametrize(

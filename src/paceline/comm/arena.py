@@ -122,6 +122,10 @@ class Arena:
         """Bytes of the memory as a tensor, which keeps the memory mapped."""
         return torch.frombuffer(self._mapping, dtype=torch.uint8, offset=start, count=num_bytes)
 
+    def region(self, start: int, num_bytes: int) -> memoryview:
+        """Bytes of the memory as an object of its own, which lives as long as the tensors that are made from it."""
+        return memoryview(self._mapping)[start : start + num_bytes]
+
     def reserve(self, start: int, num_bytes: int) -> None:
         """Have the kernel set memory aside for what will be written there.
 

@@ -13,6 +13,7 @@ first one's reason, on this rank and on all others; a mismatch alone, which is f
 """
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -35,8 +36,10 @@ from paceline.rendezvous.peers import name_ranks
 _NUM_SPINS, _NUM_YIELDS = int(os.environ.get("SP", 40)), int(os.environ.get("YI", 60))
 _PAUSE_S = 0.05  # at most, before the peers are looked at
 _LOOK_S = 0.1  # between two looks at the peers
+_DOUBT_S = 0.25  # how long news of a peer that is gone may be on its way
 _TICK_S = 0.002  # how long nobody may drive before the thread in the background does
-_LINGER = 20  # ticks, before it goes to sleep
+_IDLE_TICK_S = 0.02  # between two of its looks while there is nothing to drive
+_LINGER_S = 1.0  # without anything to drive, before it goes to sleep
 
 
 class Operation:
@@ -125,7 +128,9 @@ class Engine:
         self._num_sleepers = 0
         self._num_drives = 0
         self._next_look = 0.0
+        self._doubted_since = math.inf
         self._drivers: list[_Driver] = []
+        self._others: list[Callable[[], bool]] = []
         self._num_spins = _NUM_SPINS if transport.num_local <= _num_cores() else 0
 
     # -- what a group calls --------------------------------------------------------------------------------------
@@ -147,13 +152,13 @@ class Engine:
             self._advance()
         self._resolve()
 
-    def watch(self) -> None:
-        """What was submitted is not waited for at once: let the background go on with it if nobody does."""
+    def watch(self, *, at_once: bool = False) -> None:
+        """What was submitted is not waited for: let the background go on with it, soon if nobody else does, or now."""
         driver = next((driver for driver in self._drivers if not driver.is_calling_back), None)
         if driver is None:
             driver = _Driver(self)
             self._drivers.append(driver)
-        driver.wake()
+        driver.wake(at_once=at_once)
 
     def wait(self, operation: Operation, timeout_s: float | None = None) -> None:
         """Drive until ``operation`` is done; raise its error if it failed.
@@ -218,7 +223,7 @@ class Engine:
                 self._finished.append(operation)
         self._resolve()
         if not is_done:
-            self.watch()
+            self.watch(at_once=True)
         return future
 
     def abort(self, reason: str) -> None:
@@ -227,6 +232,11 @@ class Engine:
             with self._lock:
                 self._fail(reason)
             self._resolve()
+
+    def depart(self, last_words: str) -> None:
+        """Tell the other ranks that this one will call nothing any more, and why, if it failed."""
+        if self._pid == os.getpid() and not self._is_closed:
+            self.transport.depart(last_words)
 
     def close(self) -> None:
         """End the background and free what the transport holds. Twice does no harm."""
@@ -241,8 +251,18 @@ class Engine:
         for driver in self._drivers:
             driver.stop()
         self._drivers.clear()
+        self._others.clear()
         if is_open:
             self.transport.close()
+
+    def also_advance(self, advance: Callable[[], bool]) -> None:
+        """Whenever anybody drives, call ``advance`` too, with the lock; it says whether anything ended."""
+        self._others.append(advance)
+
+    def nudge(self) -> None:
+        """Something has happened that rings no bell: let those who sleep look."""
+        with self._lock:
+            self.transport.nudge()
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
@@ -256,6 +276,12 @@ class Engine:
         for message in list(self._messages):
             if not message.is_done:  # as when another has failed
                 has_ended = self._advance_one(message) or has_ended
+        for advance in self._others:
+            try:
+                has_ended = advance() or has_ended
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}")
+                raise
         if has_ended and self._num_sleepers:
             self.transport.nudge()  # another thread may wait for what has ended
         return has_ended
@@ -310,8 +336,12 @@ class Engine:
             self._next_look = now + _LOOK_S
             try:
                 self.transport.check_peers(operation.needed)
+                self._doubted_since = math.inf
             except PeerError as gone:
-                error = gone
+                # What it had done may be on its way still: it stops between the counter and the bell.
+                self._doubted_since = min(self._doubted_since, now)
+                if self._is_settled() or now - self._doubted_since > _DOUBT_S:
+                    error = gone
         if error is None and now >= deadline:
             error = CollectiveTimeoutError(self._lateness(operation))
         if error is None:
@@ -324,6 +354,11 @@ class Engine:
                 self._fail(str(error), error)
         self._resolve()
         raise error
+
+    def _is_settled(self) -> bool:
+        with self._lock:
+            self.transport.poll()
+            return self.transport.is_settled()
 
     def _lateness(self, operation: Operation) -> str:
         absent = [] if operation.is_message else self.transport.absent()
@@ -382,12 +417,14 @@ class _Driver:
         self._engine = engine
         self._awake = threading.Event()
         self._is_stopped = False
+        self._is_parked = False
         self.is_calling_back = False
         self._thread = threading.Thread(target=self._run, name="paceline collectives", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        if not self._awake.is_set():
+    def wake(self, *, at_once: bool) -> None:
+        """Have it look: now, or within ``_IDLE_TICK_S``. To wake a thread takes time of the one that computes."""
+        if at_once or self._is_parked:
             self._awake.set()
 
     def stop(self) -> None:
@@ -397,21 +434,24 @@ class _Driver:
             self._thread.join()
 
     def _run(self) -> None:
-        engine, num_idle, num_drives = self._engine, 0, -1
+        engine, num_drives, idle_since = self._engine, -1, time.monotonic()
         while not self._is_stopped:
             pending = engine._pending()
-            num_idle = 0 if pending else num_idle + 1
-            if num_idle > _LINGER:
-                self._awake.clear()
-                if not engine._pending():  # again: some may have come before the clearing
-                    self._awake.wait()
-                num_idle = 0
-            elif pending and (engine._num_drives == num_drives or any(operation.futures for operation in pending)):
+            if pending:
+                idle_since = time.monotonic()
+            has_promised = any(operation.futures for operation in pending)
+            if pending and (has_promised or engine._num_drives == num_drives):
                 self._drive()
-                num_drives = engine._num_drives
+            elif time.monotonic() - idle_since > _LINGER_S:
+                self._is_parked = True
+                if not engine._pending():  # again: some may have come before it was parked
+                    self._awake.wait()
+                self._is_parked = False
+                idle_since = time.monotonic()
             else:
-                num_drives = engine._num_drives
-                time.sleep(_TICK_S)
+                self._awake.wait(_TICK_S if pending else _IDLE_TICK_S)
+            self._awake.clear()
+            num_drives = engine._num_drives
 
     def _drive(self) -> None:
         engine = self._engine
@@ -422,7 +462,7 @@ class _Driver:
             engine._sleep(_TICK_S)
             for operation in engine._pending():
                 with contextlib.suppress(PacelineError):  # whoever waits for it is told
-                    engine._look_after(operation, lambda: False, operation.deadline)
+                    engine._look_after(operation, lambda operation=operation: operation.is_done, operation.deadline)
             self._call_back()
 
     def _call_back(self) -> None:
@@ -430,7 +470,7 @@ class _Driver:
             return
         self.is_calling_back = True
         if self._engine._pending():
-            self._engine.watch()
+            self._engine.watch(at_once=True)
         self._engine._resolve()
         self.is_calling_back = False
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.averages import Averages
 from paceline.comm.callers import line_of_caller
 from paceline.comm.engine import Engine, Operation
 from paceline.comm.monitored import pass_monitored_barrier
@@ -22,7 +23,7 @@ from paceline.comm.sparse import sum_sparse
 from paceline.comm.staging import Joined, Staged, flat
 from paceline.comm.transport import Call, Reduction, Steps, Transport
 from paceline.comm.work import RecentWorks, Work
-from paceline.errors import CommunicationError
+from paceline.world import on_leaving
 
 _REDUCTIONS = {kind.value: Reduction(name.lower()) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
 _BITWISE = ("band", "bor", "bxor")
@@ -36,6 +37,7 @@ class CollectiveGroup(dist.ProcessGroup):
     Args:
         ranks: the global rank of each rank in the group.
         companion: makes, when it is needed, the group that serves tensors on other devices.
+        averages: makes what ``averages`` returns.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class CollectiveGroup(dist.ProcessGroup):
         ranks: Sequence[int],
         timeout_s: float,
         companion: "Callable[[CollectiveGroup], dist.ProcessGroup]",
+        averages: Callable[[Engine], Averages] | None = None,
     ) -> None:
         super().__init__(transport.rank, transport.size)
         self.engine = Engine(transport, ranks, timeout_s)
@@ -52,8 +55,11 @@ class CollectiveGroup(dist.ProcessGroup):
         self._works = RecentWorks()
         self._name, self._description = "", "undefined"
         self._make_companion = companion
+        self._make_averages = averages
+        self._averages: Averages | None = None
         self._companion: dist.ProcessGroup | None = None
         weakref.finalize(self, self.engine.close)
+        on_leaving(self.engine.depart)
 
     # -- all_reduce, reduce, broadcast ---------------------------------------------------------------------------
 
@@ -296,6 +302,12 @@ class CollectiveGroup(dist.ProcessGroup):
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         seconds = self.engine.timeout_s if seconds is None else seconds
         pass_monitored_barrier(self.engine, self.transport, self._ranks, seconds, wait_all_ranks, line_of_caller())
+
+    def averages(self) -> Averages | None:
+        """Averages of tensors that lie in shared memory; None where the transport has none."""
+        if self._averages is None and self._make_averages is not None:
+            self._averages = self._make_averages(self.engine)
+        return self._averages
 
     # -- what c10d asks of a group -------------------------------------------------------------------------------
 

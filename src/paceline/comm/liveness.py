@@ -12,8 +12,6 @@ import os
 import pathlib
 import signal
 import struct
-import sys
-import traceback
 from collections.abc import Sequence
 
 from paceline.comm.arena import LAST_WORDS_BYTES, Arena
@@ -111,12 +109,11 @@ class Liveness:
         """Tell the others that this rank gives the group up."""
         self._announce(_FAILED, reason)
 
-    def announce_departure(self) -> None:
-        """Tell the others that this rank leaves, and why, if an exception ends it."""
-        error = sys.exception() if hasattr(sys, "exception") else sys.exc_info()[1]
-        error = error or getattr(sys, "last_value", None)  # set once an exception has ended the script
-        words = "" if error is None or isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
-        self._announce(_LEFT, words)
+    def announce_departure(self, last_words: str) -> None:
+        """Tell the others that this rank leaves, and why, if it failed."""
+        self._announce(_LEFT, last_words)
+
+    def close(self) -> None:
         for lifeline in self._lifelines:
             if lifeline is not None:
                 lifeline.close()

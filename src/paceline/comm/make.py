@@ -3,11 +3,10 @@
 import time
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from paceline.comm.arena import myself, open_arena
+from paceline.comm.averages import Averages
 from paceline.comm.companion import make_companion
+from paceline.comm.engine import Engine
 from paceline.comm.group import CollectiveGroup
 from paceline.comm.shm import SharedMemory
 from paceline.rendezvous import Meeting
@@ -26,4 +25,8 @@ def make_shm(options: Any) -> CollectiveGroup:
     meeting.join(myself())
     meeting.await_all(deadline)
     transport = SharedMemory(open_arena(meeting, deadline), options.group_rank, ranks)
-    return CollectiveGroup(transport, ranks, timeout_s, make_companion(options))
+
+    def averages(engine: Engine) -> Averages:
+        return Averages(transport, engine, num_shares=transport.size, size=transport.size)
+
+    return CollectiveGroup(transport, ranks, timeout_s, make_companion(options), averages)

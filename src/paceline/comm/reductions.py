@@ -36,7 +36,7 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
     if len(parts) == 1:
         if output is not parts[0]:
             output.copy_(parts[0])
-    elif len(parts) == 2:
+    elif len(parts) == 2 and not (output.dtype in _NARROW and reduction.name == "avg"):  # whose sum could overflow
         combine(parts[0], parts[1], out=output)
     elif output.dtype in _NARROW:
         total = combine(parts[0].float(), parts[1])

@@ -6,7 +6,6 @@ torch calls ``register`` itself when it is imported, through the entry point ``t
 The invariant: this costs no import of more than torch.distributed; what makes a group is imported when one is made.
 """
 
-import time
 from typing import Any
 
 import torch.distributed as dist

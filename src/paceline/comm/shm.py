@@ -45,7 +45,7 @@ class SharedMemory(Transport):
         super().__init__(rank, len(ranks))
         self.arena = arena
         self.signals = Signals(arena.memory, [arena.layout.signals(r) for r in range(self.size)], rank)
-        self._ranks = ranks
+        self.ranks = ranks
         self._peers = [peer for peer in range(self.size) if peer != rank]
         self._liveness = Liveness(arena, self.signals, rank, ranks)
         self._messages = Messages(arena, self.signals, rank, ranks)
@@ -161,6 +161,9 @@ class SharedMemory(Transport):
     def poll(self) -> bool:
         return self.signals.poll()
 
+    def is_settled(self) -> bool:
+        return self.signals.is_settled()
+
     def pause(self, timeout_s: float) -> bool:
         return self.signals.sleep(timeout_s)
 
@@ -175,13 +178,17 @@ class SharedMemory(Transport):
 
     def absent(self) -> list[int]:
         counts = self.signals.counts
-        return [self._ranks[peer] for peer in self._peers if counts[peer][PHASES] < self._num_meetings]
+        return [self.ranks[peer] for peer in self._peers if counts[peer][PHASES] < self._num_meetings]
 
     def give_up(self, reason: str) -> None:
         self._liveness.announce_failure(reason)
 
+    def depart(self, last_words: str) -> None:
+        self._liveness.announce_departure(last_words)
+
     def close(self) -> None:
-        self._liveness.announce_departure()
+        self._liveness.announce_departure("")
+        self._liveness.close()
         self.arena.close()
 
     # -- blocks and meetings -------------------------------------------------------------------------------------
@@ -298,7 +305,7 @@ class SharedMemory(Transport):
             if memory[start : start + len(common)] != common:
                 theirs = bytes(memory[start : start + CALL_BYTES]).split(b"\0")[1].decode(errors="replace")
                 raise CollectiveMismatchError(
-                    f"rank {self._ranks[self.rank]} called {call}, but rank {self._ranks[peer]} called {theirs}. All "
+                    f"rank {self.ranks[self.rank]} called {call}, but rank {self.ranks[peer]} called {theirs}. All "
                     "ranks must call the same collectives in the same order, with tensors of the same size and dtype."
                 )
 
@@ -319,7 +326,7 @@ class SharedMemory(Transport):
                 given, taken = tables[giver][taker], tables[taker][size + giver]
                 if given != taken:
                     raise CollectiveMismatchError(
-                        f"{call.kind}: rank {self._ranks[giver]} has {given} elements for rank {self._ranks[taker]}, "
+                        f"{call.kind}: rank {self.ranks[giver]} has {given} elements for rank {self.ranks[taker]}, "
                         f"which expects {taken}. Sizes must be the same on both sides."
                         + (f" This rank's call is at {call.where}." if call.where else "")
                     )

@@ -68,6 +68,7 @@ class Signals:
         self._mine_for = [line[rank] + peer * _LINE for peer in range(size)]
         self._for_me = [line[peer] + rank * _LINE for peer in range(size)]
         self._own_rings = 0
+        self._is_settled = True
         self._tokens = 0
         self.counts: list[list[int]] = [[0] * NUM_CHANNELS for _ in range(size)]  # by peer: vouched for
         self._posted: list[list[int]] = [[0] * NUM_CHANNELS for _ in range(size)]
@@ -103,6 +104,11 @@ class Signals:
             self._take_counts()
         return taken > 0
 
+    def is_settled(self) -> bool:
+        """Whether no token is on its way."""
+        self._take_counts()
+        return self._is_settled
+
     def record_token(self) -> None:
         """``sleep`` has taken a token."""
         self._tokens += 1
@@ -122,7 +128,8 @@ class Signals:
             counts = words[start : start + NUM_CHANNELS].tolist()
             total += sum(counts)
             seen.append(counts)
-        if total == self._tokens:  # [Note: memory order]
+        self._is_settled = total == self._tokens
+        if self._is_settled:  # [Note: memory order]
             for peer, counts in zip(self._peers, seen, strict=True):
                 self.counts[peer] = counts
 

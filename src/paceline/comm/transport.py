@@ -124,6 +124,10 @@ class Transport(ABC):
     def poll(self) -> bool:
         """Look for news from other ranks, without waiting; whether there was any."""
 
+    def is_settled(self) -> bool:
+        """Whether all that peers have told is known, as far as can be seen; asked after ``poll``."""
+        return True
+
     @abstractmethod
     def pause(self, timeout_s: float) -> bool:
         """Sleep until there may be news, or ``timeout_s`` has passed. Called without the engine's lock.
@@ -156,6 +160,13 @@ class Transport(ABC):
     @abstractmethod
     def give_up(self, reason: str) -> None:
         """Tell the other ranks that this one will take part no more, and why."""
+
+    def depart(self, last_words: str) -> None:  # noqa: B027
+        """Tell the other ranks that this one will call nothing any more.
+
+        Args:
+            last_words: why, if it failed.
+        """
 
     @abstractmethod
     def close(self) -> None:

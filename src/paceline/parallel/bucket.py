@@ -10,6 +10,8 @@ list, or lie in a buffer that an optimizer made. It gets the average too and sta
 a gradient of the last round that somebody still holds is left to them, and the bucket takes fresh memory.
 """
 
+import functools
+import operator
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -20,6 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.averages import Averages, SharedTensor
+
+# Over many small parameters, a loop that runs in C is worth a line.
+_grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")
+_is_none = functools.partial(operator.is_, None)
 # What sys.getrefcount(views[i]) gives when nobody else has the view: the list, and the argument.
 _OWN_REFERENCES = 2
 _LARGE_NUMEL = 1 << 14
@@ -41,6 +48,7 @@ class Bucket(ABC):
         self.number = number
         self.members = list(members)
         self.indices = [member.index for member in members]
+        self._params = [member.param for member in members]
         self.world_size = world_size
         self.num_missing = 0  # expected members that have not arrived in this round
         self.is_launched = False
@@ -76,7 +84,7 @@ class Bucket(ABC):
 
     def is_late(self) -> bool:
         """Whether a member's gradient came after the launch."""
-        return any(member.param.grad is not None for member in self.members)
+        return not all(map(_is_none, map(_grad_of, self._params)))
 
     @abstractmethod
     def reduce_late(self, group: dist.ProcessGroup) -> None:
@@ -117,12 +125,23 @@ class DenseBucket(Bucket):
     def pack(self, preexisting: Collection[int]) -> None:
         self._join_streams()
         if self._flat is None or self._is_held():
-            device, dtype = self.members[0].param.device, self.members[0].param.dtype
-            self._flat = torch.empty(sum(member.param.numel() for member in self.members), device=device, dtype=dtype)
+            self._flat = self._allocate()
             self._views = self._carve(self._flat)
+        grads = list(map(_grad_of, self._params))
+        for param in self._params:
+            param.grad = None
+        are_fresh = not preexisting and not any(map(_is_none, grads)) and set(map(_layout_of, grads)) == {torch.strided}
+        if are_fresh and not any(map(operator.is_, grads, self._views)):  # the common case, in one go
+            self.contributors.update(self.indices)
+            self._fill(self._views, grads, [])
+        else:
+            self._pack_one_by_one(grads, preexisting)
+        self.is_launched = True
+
+    def _pack_one_by_one(self, grads: list[Tensor | None], preexisting: Collection[int]) -> None:
+        """``pack`` where some gradients have not arrived, or are sparse, or somebody's."""
         sources, targets, in_place, absent = [], [], [], []
-        for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
-            grad, member.param.grad = member.param.grad, None
+        for position, (member, view, grad) in enumerate(zip(self.members, self._views, grads, strict=True)):
             if grad is None:
                 absent.append(view)
                 continue
@@ -134,15 +153,13 @@ class DenseBucket(Bucket):
                 targets.append(view)
                 if member.index in preexisting and not grad.is_sparse:
                     self._kept[position] = grad
-        _divide_into(targets, sources, self.world_size)
-        if in_place:
-            torch._foreach_mul_(in_place, 1 / self.world_size)
+        self._fill(targets, sources, in_place)
         if absent:
             torch._foreach_zero_(absent)
+        grads.clear()
         sources.clear()
         grad = None  # so that only others' references are left
         self._drop_unheld()
-        self.is_launched = True
 
     def send(self, group: dist.ProcessGroup) -> None:
         assert self._flat is not None
@@ -152,6 +169,19 @@ class DenseBucket(Bucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def _allocate(self) -> Tensor:
+        device, dtype = self.members[0].param.device, self.members[0].param.dtype
+        return torch.empty(self._numel(), device=device, dtype=dtype)
+
+    def _numel(self) -> int:
+        return sum(member.param.numel() for member in self.members)
+
+    def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:
+        """Write each source into its target, and what is in its place already, so that the ranks' sum is the average."""
+        _divide_into(targets, sources, self.world_size)
+        if in_place:
+            torch._foreach_mul_(in_place, 1 / self.world_size)
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._flat is not None
@@ -165,6 +195,10 @@ class DenseBucket(Bucket):
         self._flat.add_(late)
 
     def give(self, used: Sequence[bool]) -> None:
+        if not self._kept and not self.is_late() and all(map(used.__getitem__, self.indices)):  # in the common case
+            for param, view in zip(self._params, self._views, strict=True):
+                param.grad = view
+            return
         for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
             if not used[member.index]:
                 continue
@@ -188,6 +222,8 @@ class DenseBucket(Bucket):
         if _num_storage_references(self._flat) > 1 + len(self._views):
             return True
         views = self._views
+        if sum(map(sys.getrefcount, views)) == _OWN_REFERENCES * len(views):  # the common case, in one go
+            return False
         return any(
             sys.getrefcount(views[position]) > _OWN_REFERENCES and member.param.grad is not views[position]
             for position, member in enumerate(self.members)
@@ -200,6 +236,33 @@ class DenseBucket(Bucket):
             views.append(flat.as_strided(member.param.shape, member.stride, start))
             start += member.param.numel()
         return views
+
+
+class SharedBucket(DenseBucket):
+    """Dense gradients in memory that all ranks of the host reach: averaged where they lie."""
+
+    def __init__(self, number: int, members: Sequence[Member], world_size: int, averages: Averages) -> None:
+        super().__init__(number, members, world_size)
+        self._averages = averages
+        self._shared: SharedTensor | None = None
+        self._launch: int | None = None
+
+    def send(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
+        assert self._shared is not None
+        self._launch = self._averages.launch(self._shared)
+
+    def wait(self) -> None:
+        if self._launch is not None:
+            self._averages.wait(self._launch)
+            self._launch = None
+
+    def _allocate(self) -> Tensor:
+        self._shared = self._averages.allocate(self._numel(), self.members[0].param.dtype)
+        return self._shared.tensor
+
+    def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:  # noqa: ARG002
+        if targets:
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 class SparseBucket(Bucket):

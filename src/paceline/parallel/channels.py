@@ -20,6 +20,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline.comm.averages import Averages
+from paceline.comm.group import CollectiveGroup
+
 # Groups whose reducer is gone, by the group they belong to and their own name.
 _retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
@@ -29,11 +32,13 @@ class Channels:
     """Where gradients and where control messages travel.
 
     Attributes:
+        averages: of gradients that lie in memory which the ranks share; None where they share none.
         is_idle: whether nothing is under way; groups that were left in the middle of something are never used again.
     """
 
     gradients: dist.ProcessGroup
     control: dist.ProcessGroup
+    averages: "Averages | None" = None
     is_idle: bool = True
 
 
@@ -58,7 +63,12 @@ def open_channels(
         ranks = dist.get_process_group_ranks(parent)
         backend = _cpu_backend(parent)
         group = dist.new_group(ranks, timeout=_timeout(parent), backend=backend, use_local_synchronization=True)
-    channels = Channels(group if device_type == "cpu" else parent, group)
+    is_on_cpu = device_type == "cpu"
+    channels = Channels(
+        group if is_on_cpu else parent,
+        group,
+        group.averages() if is_on_cpu and isinstance(group, CollectiveGroup) else None,
+    )
     weakref.finalize(owner, _retire, weakref.ref(parent), channels)
     return channels
 

@@ -39,8 +39,7 @@ class Control:
 class PendingControl:
     """A control message under way; ``result`` waits for it."""
 
-    def __init__(self, mine: Control, state: object, group: dist.ProcessGroup) -> None:
-        digest = hashlib.blake2b(repr(state).encode(), digest_size=_DIGEST_BYTES).digest()
+    def __init__(self, mine: Control, digest: bytes, group: dist.ProcessGroup) -> None:
         message = bytearray(mine.used) + bytearray(mine.late)
         message.append(mine.is_changed)
         message += digest
@@ -58,8 +57,13 @@ class PendingControl:
         state = told[end_of_late + 1 : -_DIGEST_BYTES]
         mirror = told[-_DIGEST_BYTES:]
         return Control(
-            used=[bool(byte) for byte in told[:end_of_used]],
-            late=[bool(byte) for byte in told[end_of_used:end_of_late]],
+            used=list(map(bool, told[:end_of_used])),
+            late=list(map(bool, told[end_of_used:end_of_late])),
             is_changed=bool(told[end_of_late]),
             is_same_state=all(a + b == 255 for a, b in zip(state, mirror, strict=True)),
         )
+
+
+def digest_of(state: object) -> bytes:
+    """Of what must be the same on all ranks."""
+    return hashlib.blake2b(repr(state).encode(), digest_size=_DIGEST_BYTES).digest()

@@ -19,6 +19,7 @@ idempotent, so what is already the average (accumulated by an earlier round) sta
 import functools
 import gc
 import itertools
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
@@ -28,14 +29,20 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from paceline.errors import ReductionError, ReplicaMismatchError
-from paceline.parallel.bucket import Bucket, DenseBucket, Member, SparseBucket, layout_of
+from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, SparseBucket, layout_of
 from paceline.parallel.channels import Channels
-from paceline.parallel.control import Control, PendingControl
+from paceline.parallel.control import Control, PendingControl, digest_of
 from paceline.parallel.explain import Explained, raise_first_difference
 from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.registry import Registry
 from paceline.parallel.rounds import Round
 from paceline.plan import ParamSpec, plan_buckets
+
+# Over many small parameters, a loop that runs in C is worth a line.
+_requires_grad_of, _grad_of = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_dtype_of, _device_of, _is_cpu = map(operator.attrgetter, ("dtype", "device", "is_cpu"))
+_is_not_none = functools.partial(operator.is_not, None)
+_NOWHERE: tuple[int, Bucket | None] = (-1, None)
 
 _numbers = itertools.count()
 _living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
@@ -62,12 +69,13 @@ class Reducer:
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
         self._round: Round | None = None
         self._failure = ""
+        self._state: object = None  # of which ``_digest`` was made
+        self._digest = b""
         self._hooks = GradientHooks(self._arrived)
         self._order = _last_first(registry)
         self._order_is_learnt = False
         self._expected = [True] * len(registry.params)
         self._replan()
-        self._follow_parameters()
         registry.on_newcomer = weakly(self._follow_parameters)
         _living.add(self)
 
@@ -94,9 +102,16 @@ class Reducer:
             self._replan()
         for bucket in self._buckets:
             bucket.prepare(self._expected)
-        preexisting = {index for index, param in enumerate(self._registry.params) if param.grad is not None}
-        self._round = Round(preexisting, self)
+        preexisting = set(itertools.compress(itertools.count(), self._have_grad()))
+        self._round = Round(preexisting, self, self._hooks.close_gate)
+        self._hooks.open_gate()
         return self._round
+
+    def has_gradients(self) -> bool:
+        """Whether any gradient came in the round; autograd.grad passes through a model and leaves none."""
+        assert self._round is not None
+        self._take_noted(self._round)
+        return self._round.is_touched
 
     def _arrived(self, param: Parameter) -> None:
         """Runs whenever autograd has accumulated into ``param.grad``."""
@@ -105,28 +120,51 @@ class Reducer:
         current = self._round
         if current is None or current.is_abandoned():
             current = self.open_round()
-        current.is_touched = True
         if current.is_ready:
             self._launch_complete(current)
-        place = self.place_of.get(id(param))
-        if place is None:  # replaced or unfrozen since the last plan: dealt with when the round ends
-            return
-        index, bucket = place
-        bucket.note_stream(param)
-        if bucket.is_launched or index in current.arrived:
-            return  # late, or once more: both are in param.grad, which is looked at later
-        current.arrived[index] = None
-        if self._expected[index]:
-            bucket.num_missing -= 1
-            if bucket.num_missing == 0:
-                # Where the user has hooks on this parameter too, they may come after ours and are to find its gradient:
-                # then the bucket is launched when the next gradient arrives.
-                current.is_ready = len(param._post_accumulate_grad_hooks) > 1
-                if not current.is_ready:
-                    self._launch_complete(current)
+        self._take_noted(current)
+        if not param.is_cpu and (place := self.place_of.get(id(param))) is not None:
+            place[1].note_stream(param)
+        bucket = self._count([param], current)
+        if bucket is not None and bucket.num_missing == 0:
+            # Where the user has hooks on this parameter too, they may come after ours and are to find its gradient:
+            # then the bucket is launched when the next gradient arrives.
+            current.is_ready = len(param._post_accumulate_grad_hooks) > 1
+            if not current.is_ready:
+                self._launch_complete(current)
+
+    def _take_noted(self, current: Round) -> None:
+        """Count the gradients that came through the gate. [Note: the gate]"""
+        noted = self._hooks.noted
+        if noted:
+            self._count(noted, current)
+            noted.clear()
+
+    def _count(self, params: Iterable[Parameter], current: Round) -> Bucket | None:
+        """Count gradients that have arrived; the bucket of the last, if that may be complete with it."""
+        current.is_touched = True
+        arrived, expected, bucket = current.arrived, self._expected, None
+        for index, bucket_of_it in map(self._place, params):
+            bucket = None
+            if bucket_of_it is None or bucket_of_it.is_launched or index in arrived:
+                # Replaced or unfrozen since the last plan; or late, or once more: all that is dealt with later.
+                continue
+            arrived[index] = None
+            if expected[index]:
+                bucket = bucket_of_it
+                bucket.num_missing -= 1
+        return bucket
+
+    def _place(self, param: Parameter) -> tuple[int, Bucket | None]:
+        return self.place_of.get(id(param), _NOWHERE)
 
     def _follow_parameters(self) -> None:
-        self._hooks.follow(self._registry.present())
+        """Hook all parameters; be told at once of the last that is expected in each bucket, and of all on GPUs."""
+        chosen = {id(param) for param in self._registry.params if not param.is_cpu}
+        for bucket in self._buckets:
+            expected = [member.param for member in bucket.members if self._expected[member.index]]
+            chosen.add(id((expected or [bucket.members[-1].param])[-1]))
+        self._hooks.follow(self._registry.present(), chosen)
 
     def _launch_complete(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
@@ -160,6 +198,7 @@ class Reducer:
         current, self._round = self._round, None
         assert current is not None
         assert current.pending is not None
+        self._hooks.close_gate()
         self._failure = "the backward before this one failed while gradients were being averaged"
         try:
             control = self._collect(self._buckets, current.pending)
@@ -169,7 +208,9 @@ class Reducer:
                 control, bases = self._agree_anew(planned)
             else:
                 self._update_plan(current)
-            self._expected = list(control.used)
+            if self._expected != control.used:
+                self._expected = list(control.used)
+                self._follow_parameters()
             self._reduce_unplanned(control, planned, current)
             for index, base in bases.items():
                 grad = self._registry.params[index].grad
@@ -186,8 +227,11 @@ class Reducer:
         """Tell all ranks what this one has. A collective call."""
         is_late = [bucket.is_late() for bucket in buckets]
         mine = Control(self._has_gradient(buckets), is_late, self._registry.has_changed())
+        state = self._trainable(), self._kinds()
+        if state != self._state:
+            self._state, self._digest = state, digest_of(state)
         with self._explained(None):
-            return PendingControl(mine, (self._trainable(), self._kinds()), self._channels.control)
+            return PendingControl(mine, self._digest, self._channels.control)
 
     def _has_gradient(self, buckets: Sequence[Bucket]) -> list[bool]:
         """By parameter, whether this rank has a gradient of it that is to be averaged.
@@ -195,7 +239,9 @@ class Reducer:
         A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
         """
         params = self._registry.params
-        has = [p.grad is not None and (p.requires_grad or id(p) in self.place_of) for p in params]
+        has = self._have_grad()
+        for index in itertools.compress(range(len(has)), list(has)):
+            has[index] = params[index].requires_grad or id(params[index]) in self.place_of
         for bucket in buckets:
             for index in bucket.contributors:
                 has[index] = True
@@ -244,7 +290,6 @@ class Reducer:
         num_new = registry.agree_anew(self._channels.control)
         self._order, self._order_is_learnt = _last_first(registry), False
         self._expected = [True] * len(registry.params)
-        self._follow_parameters()
         self._replan()
         control = self._hear(self._send_control([]))
         planned.difference_update(num_new)
@@ -276,6 +321,7 @@ class Reducer:
         self._planned_trainable, self._planned_kinds = self._trainable(), self._kinds()
         self._buckets = self._make_buckets([index for index in self._order if self._planned_trainable[index]])
         self.place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
+        self._follow_parameters()
 
     def _make_buckets(self, indices: Sequence[int]) -> list[Bucket]:
         registry = self._registry
@@ -290,9 +336,15 @@ class Reducer:
                 Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
                 for index in indices_of
             ]
-            make = SparseBucket if members[0].index in registry.sparse else DenseBucket
-            buckets.append(make(number, members, self._world_size))
+            buckets.append(self._make_bucket(number, members))
         return buckets
+
+    def _make_bucket(self, number: int, members: list[Member]) -> Bucket:
+        if members[0].index in self._registry.sparse:
+            return SparseBucket(number, members, self._world_size)
+        if self._channels.averages is not None and members[0].param.numel():
+            return SharedBucket(number, members, self._world_size, self._channels.averages)
+        return DenseBucket(number, members, self._world_size)
 
     def _learn_order(self, current: Round) -> None:
         """Once: order parameters as their gradients arrived on the first rank. A collective call."""
@@ -303,11 +355,17 @@ class Reducer:
         self._order = order.tolist()
         self._order_is_learnt = True
 
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(param.requires_grad for param in self._registry.params)
+    def _have_grad(self) -> list[bool]:
+        return list(map(_is_not_none, map(_grad_of, self._registry.params)))
 
-    def _kinds(self) -> tuple[tuple[torch.dtype, torch.device], ...]:
-        return tuple((param.dtype, param.device) for param in self._registry.params)
+    def _trainable(self) -> tuple[bool, ...]:
+        return tuple(map(_requires_grad_of, self._registry.params))
+
+    def _kinds(self) -> tuple[object, ...]:
+        params = self._registry.params
+        on_cpu = tuple(map(_is_cpu, params))
+        # torch makes an object each time that it is asked for a device.
+        return tuple(map(_dtype_of, params)), on_cpu if all(on_cpu) else tuple(map(_device_of, params))
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -329,7 +387,7 @@ class Reducer:
 
     def _explain_difference(self) -> NoReturn:
         """Raise on every rank, naming the first parameter that is frozen, or cast, on some ranks only."""
-        states = list(zip(self._trainable(), (str(dtype) for dtype, _ in self._kinds()), strict=True))
+        states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
         raise_first_difference(self._registry.names, states, self._channels.control)
 
 

@@ -9,6 +9,8 @@ no forward of the wrapper follows. And at the end of each backward ``has_changed
 was found, since a script may also write into ``module._parameters``, or remove a layer, which no hook tells.
 """
 
+import itertools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -92,9 +94,10 @@ class Registry:
         """Whether the module holds other parameters, or other kinds of buffers, than those agreed on."""
         if self._newcomers:
             return True
-        if self._num_entries != sum(map(len, self._tables)):
+        entries = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             return True
-        if not all(table.get(name) is entry for table, name, entry in self._places):
+        if self._num_buffers != sum(map(len, self._buffer_tables)):
             return True
         return not all(_kind(table.get(name)) == kind for table, name, kind in self._buffer_places)
 
@@ -133,13 +136,12 @@ class Registry:
             _watchers[module].discard(self)
         for module in modules:
             self._watch(module)
-        own = [table for module in modules for table in (module._parameters, module._modules)]
-        of_buffers = [module._buffers for module in modules] if self._with_buffers else []
-        self._tables: list[dict[str, Any]] = [*own, *of_buffers]
-        self._num_entries = sum(map(len, self._tables))
-        self._places = [(table, name, entry) for table in own for name, entry in table.items()]
+        self._tables: list[dict[str, Any]] = [t for module in modules for t in (module._parameters, module._modules)]
+        self._entries = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
+        self._buffer_tables = [module._buffers for module in modules] if self._with_buffers else []
+        self._num_buffers = sum(map(len, self._buffer_tables))
         # A buffer is replaced in the ordinary course of things; what must stay is its shape and dtype.
-        self._buffer_places = [(table, name, _kind(b)) for table in of_buffers for name, b in table.items()]
+        self._buffer_places = [(table, name, _kind(b)) for table in self._buffer_tables for name, b in table.items()]
 
     def _watch(self, module: Module) -> None:
         _watchers.setdefault(module, weakref.WeakSet()).add(self)

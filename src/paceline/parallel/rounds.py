@@ -5,6 +5,7 @@ error, never, and then the round knows that it was abandoned.
 """
 
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -18,22 +19,28 @@ class Participant(Protocol):
 
     number: int  # in the order in which reducers were made
 
+    def has_gradients(self) -> bool: ...
+
     def send_rest(self) -> None: ...
 
     def finish_round(self) -> None: ...
 
 
 class Round:
-    """One outermost backward, as one reducer sees it."""
+    """One outermost backward, as one reducer sees it.
 
-    def __init__(self, preexisting: set[int], reducer: Participant) -> None:
+    Args:
+        on_end: called when it has ended, with or without an error.
+    """
+
+    def __init__(self, preexisting: set[int], reducer: Participant, on_end: Callable[[], None]) -> None:
         self.preexisting = preexisting  # parameters that had a gradient before
         self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
         self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
         self.is_ready = False  # whether a complete bucket waits for the next gradient to be launched
         self.num_launched = 0
         self.pending: PendingControl | None = None
-        self._task = weakref.ref(Task.join_current(self, reducer))
+        self._task = weakref.ref(Task.join_current(self, reducer), lambda _: on_end())
 
     def is_abandoned(self) -> bool:
         """Whether the backward raised an error before its end, or at it."""
@@ -71,7 +78,7 @@ class Task:
     def __call__(self) -> None:
         # First: an error below may keep this object alive, in its traceback.
         self.has_ended = True
-        reducers = [reducer for opened, reducer in self._rounds if opened.is_touched]
+        reducers = [reducer for _, reducer in self._rounds if reducer.has_gradients()]
         reducers.sort(key=lambda reducer: reducer.number)
         for reducer in reducers:
             reducer.send_rest()
