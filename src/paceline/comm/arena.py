@@ -115,6 +115,8 @@ class Arena:
         self.peers = peers
         self._fd = fd
         self._mapping = mmap.mmap(fd, layout.size * layout.part_bytes)
+        if hasattr(mmap, "MADV_DONTDUMP"):  # most of it is address space alone
+            self._mapping.madvise(mmap.MADV_DONTDUMP)
         self.memory = memoryview(self._mapping)
         self.words = self.memory.cast("q")
 

@@ -102,7 +102,9 @@ class Averages:
         """
         if self._num_ended() > number:
             return
-        operation = Operation(_CALL, iter(()), timeout_s=self._engine.timeout_s)
+        operation = Operation(
+            _CALL, iter(()), timeout_s=self._engine.timeout_s, awaited=lambda: self._unfinished(number)
+        )
         self._engine.wait_until(lambda: self._num_ended() > number, operation, operation.deadline)
 
     # -- with the engine's lock ----------------------------------------------------------------------------------
@@ -112,6 +114,10 @@ class Averages:
         counts = self._shared.signals.counts
         others = [counts[peer][FINISHED] for peer in range(self._shared.size) if peer != self._shared.rank]
         return min([self._num_finished, *others])
+
+    def _unfinished(self, number: int) -> list[int]:
+        counts, rank = self._shared.signals.counts, self._shared.rank
+        return [peer for peer in range(self._shared.size) if peer != rank and counts[peer][FINISHED] <= number]
 
     def _advance(self) -> bool:
         """Average what all have launched; whether there was anything."""

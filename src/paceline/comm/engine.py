@@ -47,7 +47,8 @@ class Operation:
 
     Args:
         steps: what it does; a message's steps return its source.
-        needed: the ranks without which it cannot end; None stands for all.
+        awaited: tells which ranks in the group have something to do still before it can end; by default those that have
+            not come to the collective that runs.
         result: what its future is to hold.
     """
 
@@ -59,11 +60,11 @@ class Operation:
         timeout_s: float,
         result: Sequence[Any] = (),
         is_message: bool = False,
-        needed: Sequence[int] | None = None,
+        awaited: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self.call = call
         self.is_message = is_message
-        self.needed = needed
+        self.awaited = awaited
         self.timeout_s = timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.number = 0
@@ -71,7 +72,7 @@ class Operation:
         self.error: BaseException | None = None
         self.source: int | None = None
         self.result = result
-        self.futures: list[torch.futures.Future[Any]] = []
+        self.signals: list[torch.futures.Future[Any]] = []  # of those who asked for a future
         self._steps: Steps | None = steps
 
     def advance(self) -> Exception | None:
@@ -96,14 +97,25 @@ class Operation:
         if self._steps is not None:
             self._steps.close()
 
+    def promise(self) -> "tuple[torch.futures.Future[Any], torch.futures.Future[Any]]":
+        """A future of the result, and the one that is to be set when it is there.
+
+        What the second calls makes the first fail, where the operation failed: in C++, an exception that is *set* on a
+        future would count as its value.
+        """
+        signal: torch.futures.Future[Any] = torch.futures.Future()
+        return signal.then(self._conclude), signal
+
+    def _conclude(self, _: object) -> list[Any]:
+        if self.error is not None:
+            raise self.error
+        return list(self.result)
+
     def resolve(self) -> None:
         """Tell those who asked for a future. Not with the engine's lock: they may call back."""
-        while self.futures:
-            future = self.futures.pop()
-            if self.error is None:
-                future.set_result(list(self.result))
-            else:
-                future.set_exception(self.error)  # type: ignore[arg-type]
+        while self.signals:
+            self.signals[-1].set_result(None)
+            self.signals.pop()  # after that, nobody need keep the result
 
 
 class Engine:
@@ -116,6 +128,7 @@ class Engine:
     def __init__(self, transport: Transport, ranks: Sequence[int], timeout_s: float) -> None:
         self.transport = transport
         self.timeout_s = timeout_s
+        self._ranks = ranks
         self.name_of_me = f"rank {ranks[transport.rank]}"
         self._pid = os.getpid()
         self._lock = threading.Lock()  # held while anything advances, never while anybody sleeps
@@ -215,9 +228,9 @@ class Engine:
 
     def promise(self, operation: Operation) -> "torch.futures.Future[Any]":
         """A future of ``operation``. Somebody may wait for it where nobody can drive, so the background does."""
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        future, signal = operation.promise()
         with self._lock:
-            operation.futures.append(future)
+            operation.signals.append(signal)
             is_done = operation.is_done
             if is_done:
                 self._finished.append(operation)
@@ -301,7 +314,7 @@ class Engine:
             self._messages.remove(operation)
         else:
             self._collectives.remove(operation)
-        if operation.futures:
+        if operation.signals:
             self._finished.append(operation)
 
     def _fail(self, reason: str, error: Exception | None = None) -> None:
@@ -334,14 +347,7 @@ class Engine:
         error: Exception | None = None
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
-            try:
-                self.transport.check_peers(operation.needed)
-                self._doubted_since = math.inf
-            except PeerError as gone:
-                # What it had done may be on its way still: it stops between the counter and the bell.
-                self._doubted_since = min(self._doubted_since, now)
-                if self._is_settled() or now - self._doubted_since > _DOUBT_S:
-                    error = gone
+            error = self._find_gone(operation, now)
         if error is None and now >= deadline:
             error = CollectiveTimeoutError(self._lateness(operation))
         if error is None:
@@ -355,19 +361,39 @@ class Engine:
         self._resolve()
         raise error
 
-    def _is_settled(self) -> bool:
+    def _find_gone(self, operation: Operation, now: float) -> PeerError | None:
+        """The error, if a rank is gone that still has something to do for ``operation``."""
+        try:
+            self.transport.check_peers(self._awaited(operation))
+            self._doubted_since = math.inf
+        except PeerError:
+            pass
+        else:
+            return None
+        # It may have done that, and gone then; news of it may still be on its way.
+        self._doubted_since = min(self._doubted_since, now)
         with self._lock:
-            self.transport.poll()
-            return self.transport.is_settled()
+            self._advance()
+            if not self.transport.is_settled() and now - self._doubted_since < _DOUBT_S:
+                return None
+            awaited = self._awaited(operation)
+        try:
+            self.transport.check_peers(awaited)
+        except PeerError as error:
+            return error
+        return None
+
+    def _awaited(self, operation: Operation) -> Sequence[int]:
+        """The ranks that have something to do still before ``operation`` can be done."""
+        return self.transport.absent() if operation.awaited is None else operation.awaited()
 
     def _lateness(self, operation: Operation) -> str:
-        absent = [] if operation.is_message else self.transport.absent()
+        absent = [self._ranks[rank] for rank in self._awaited(operation)]
         if self._collectives and operation is not self._collectives[0] and not operation.is_message:
             who = f"{self._collectives[0].call}, called before it, is not done either"
         elif absent:
-            who = f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it, the others have"
-        elif operation.is_message:
-            who = "the other side has not come to it"
+            others = "" if operation.is_message else ", the others have"
+            who = f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it{others}"
         else:
             who = "all ranks have come to it"
         return (
@@ -439,7 +465,7 @@ class _Driver:
             pending = engine._pending()
             if pending:
                 idle_since = time.monotonic()
-            has_promised = any(operation.futures for operation in pending)
+            has_promised = any(operation.signals for operation in pending)
             if pending and (has_promised or engine._num_drives == num_drives):
                 self._drive()
             elif time.monotonic() - idle_since > _LINGER_S:

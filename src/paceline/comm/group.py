@@ -274,7 +274,7 @@ class CollectiveGroup(dist.ProcessGroup):
         detail = f"to rank {self._ranks[to]}, tag {tag}"
         call = Call("send", tensors[0].dtype, tensors[0].numel(), detail, line_of_caller())
         steps = self.transport.send(flat(tensors[0]), to, tag)
-        return self._begin(call, steps, None, tensors, is_message=True, needed=[to])
+        return self._begin(call, steps, None, tensors, is_message=True, awaited=lambda: [to])
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
         if elsewhere := self._elsewhere(tensors):
@@ -290,9 +290,12 @@ class CollectiveGroup(dist.ProcessGroup):
     def _receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> dist.Work:
         name = "any rank" if source is None else f"rank {self._ranks[source]}"
         call = Call("recv", tensors[0].dtype, tensors[0].numel(), f"from {name}, tag {tag}", line_of_caller())
+        others = [peer for peer in range(self.size()) if peer != self.rank()]
         staged = Staged(tensors)
         steps = staged.then_back(self.transport.receive(staged.flat[0], source, tag))
-        return self._begin(call, steps, None, tensors, is_message=True, needed=None if source is None else [source])
+        return self._begin(
+            call, steps, None, tensors, is_message=True, awaited=lambda: [source] if source is not None else others
+        )
 
     def barrier(self, opts: Any = None) -> dist.Work:
         call = Call("barrier", where=line_of_caller())
@@ -367,12 +370,12 @@ class CollectiveGroup(dist.ProcessGroup):
         result: Sequence[Any],
         *,
         is_message: bool = False,
-        needed: Sequence[int] | None = None,
+        awaited: Callable[[], Sequence[int]] | None = None,
     ) -> dist.Work:
         timeout_s = self.engine.timeout_s
         if opts is not None and opts.timeout.total_seconds() > 0:  # negative, where the caller has set none
             timeout_s = opts.timeout.total_seconds()
-        operation = Operation(call, steps, timeout_s=timeout_s, result=result, is_message=is_message, needed=needed)
+        operation = Operation(call, steps, timeout_s=timeout_s, result=result, is_message=is_message, awaited=awaited)
         self.engine.submit(operation)
         work = Work(self.engine, operation)
         if not getattr(opts, "asyncOp", True):

@@ -1,14 +1,21 @@
 """How a process group comes to be: its ranks meet in c10d's store, and share what the transport needs."""
 
+import json
 import time
+from datetime import timedelta
 from typing import Any
+
+import torch.distributed as dist
 
 from paceline.comm.arena import myself, open_arena
 from paceline.comm.averages import Averages
 from paceline.comm.companion import make_companion
 from paceline.comm.engine import Engine
 from paceline.comm.group import CollectiveGroup
+from paceline.comm.hier import Hierarchical
+from paceline.comm.post import Post
 from paceline.comm.shm import SharedMemory
+from paceline.errors import RendezvousError
 from paceline.rendezvous import Meeting
 
 
@@ -18,15 +25,56 @@ def make_shm(options: Any) -> CollectiveGroup:
     Args:
         options: c10d's ``DistributedBackendOptions``.
     """
-    timeout_s = options.timeout.total_seconds()
-    deadline = time.monotonic() + timeout_s
-    ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+    meeting, deadline, ranks = _meet(options)
+    transport = SharedMemory(open_arena(meeting, deadline), options.group_rank, ranks)
+    return _shared_group(transport, ranks, options)
+
+
+def make_hier(options: Any) -> CollectiveGroup:
+    """What c10d calls for ``backend="hier"``. A collective call.
+
+    Args:
+        options: c10d's ``DistributedBackendOptions``.
+    """
+    meeting, deadline, ranks = _meet(options)
+    nodes = [peer.node for peer in meeting.peers]
+    hosts = [[rank for rank, node in enumerate(nodes) if node == one] for one in dict.fromkeys(nodes)]
+    rank = options.group_rank
+    if len(hosts) == 1:
+        transport = SharedMemory(open_arena(meeting, deadline), rank, ranks)
+        transport.name = Hierarchical.name
+        return _shared_group(transport, ranks, options)
+    post = Post(rank)
+    meeting.announce("post", json.dumps(post.whereabouts()))
+    members = next(members for members in hosts if rank in members)
+    near = Meeting(members.index(rank), len(members), dist.PrefixStore(f"host of {members[0]}/", options.store))
+    near.join(myself())
+    near.await_all(deadline)
+    local = SharedMemory(open_arena(near, deadline), near.rank, [ranks[member] for member in members])
+
+    def late(names: str) -> Exception:
+        return RendezvousError(f"rank {rank}: {names} did not say where to reach it before the deadline.")
+
+    meeting.await_ranks(range(len(ranks)), "post", deadline - time.monotonic(), late=late)
+    post.learn([json.loads(meeting.read("post", other)) for other in range(len(ranks))])
+    hierarchical = Hierarchical(local, post, hosts, rank, ranks)
+    return CollectiveGroup(hierarchical, ranks, options.timeout.total_seconds(), make_companion(options))
+
+
+def _meet(options: Any) -> tuple[Meeting, float, list[int]]:
+    """Wait until all ranks have come: where they have met, until when they may take, and their global ranks."""
+    deadline = time.monotonic() + options.timeout.total_seconds()
     meeting = Meeting(options.group_rank, options.group_size, options.store)
     meeting.join(myself())
     meeting.await_all(deadline)
-    transport = SharedMemory(open_arena(meeting, deadline), options.group_rank, ranks)
+    return meeting, deadline, list(options.global_ranks_in_group) or list(range(options.group_size))
+
+
+def _shared_group(transport: SharedMemory, ranks: list[int], options: Any) -> CollectiveGroup:
+    """A group whose ranks are all on one host."""
 
     def averages(engine: Engine) -> Averages:
         return Averages(transport, engine, num_shares=transport.size, size=transport.size)
 
+    timeout_s = options.timeout.total_seconds()
     return CollectiveGroup(transport, ranks, timeout_s, make_companion(options), averages)

@@ -35,7 +35,7 @@ def pass_monitored_barrier(
         start: Callable[..., object] = transport.send if kind == "send" else transport.receive
         call = Call(kind, tensor.dtype, 1, f"of a monitored barrier, rank {ranks[peer]}", where)
         steps = start(tensor, peer, _TAG)
-        operation = Operation(call, steps, timeout_s=timeout_s, is_message=True, needed=[peer])  # type: ignore[arg-type]
+        operation = Operation(call, steps, timeout_s=timeout_s, is_message=True, awaited=lambda: [peer])  # type: ignore[arg-type]
         operation.deadline = float("inf")  # it fails by itself, not the group
         engine.submit(operation)
         try:

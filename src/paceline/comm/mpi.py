@@ -627,11 +627,11 @@ def make_mpi(options: Any) -> CollectiveGroup:
         CommunicationError: this process is another rank to its launcher than to MPI, MPI cannot be used by several
             threads, or not all ranks came in time.
     """
+    atexit.unregister(_end)  # last registered, it is the first to run: before what it needs is gone
+    atexit.register(_end)
     _check_process()
     _check_rank()
     _see_off()
-    atexit.unregister(_end)  # last registered, it is the first to run: before what it needs is gone
-    atexit.register(_end)
     ranks, timeout_s = list(options.global_ranks_in_group), options.timeout.total_seconds()
     comm, num_local = _connect_within(timeout_s, ranks)
     ranks = ranks or list(range(comm.Get_size()))

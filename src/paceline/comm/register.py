@@ -16,9 +16,16 @@ def register() -> None:
     if not dist.is_available() or "shm" in dist.Backend.backend_list:
         return
     dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("hier", _make_hier, extended_api=True, devices=["cpu"])
 
 
 def _make_shm(options: Any, _: object) -> dist.ProcessGroup:
     from paceline.comm.make import make_shm
 
     return make_shm(options)
+
+
+def _make_hier(options: Any, _: object) -> dist.ProcessGroup:
+    from paceline.comm.make import make_hier
+
+    return make_hier(options)

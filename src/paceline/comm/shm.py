@@ -173,12 +173,12 @@ class SharedMemory(Transport):
     def nudge(self) -> None:
         self.signals.wake_myself()
 
-    def check_peers(self, needed: Sequence[int] | None) -> None:
-        self._liveness.check(self._peers if needed is None else needed)
+    def check_peers(self, awaited: Sequence[int]) -> None:
+        self._liveness.check(awaited)
 
     def absent(self) -> list[int]:
         counts = self.signals.counts
-        return [self.ranks[peer] for peer in self._peers if counts[peer][PHASES] < self._num_meetings]
+        return [peer for peer in self._peers if counts[peer][PHASES] < self._num_meetings]
 
     def give_up(self, reason: str) -> None:
         self._liveness.announce_failure(reason)

@@ -144,18 +144,18 @@ class Transport(ABC):
         """Wake the threads of this process that are in ``pause``."""
 
     @abstractmethod
-    def check_peers(self, needed: Sequence[int] | None) -> None:
-        """Look whether the ranks that an operation needs still live.
+    def check_peers(self, awaited: Sequence[int]) -> None:
+        """Look whether ranks that are waited for still live.
 
         Args:
-            needed: their ranks in the group; None stands for all.
+            awaited: their ranks in the group.
         Raises:
             PeerError: one has ended, or has given the group up.
         """
 
     @abstractmethod
     def absent(self) -> list[int]:
-        """For an error's text: the ranks that have not come to the collective in which this rank waits."""
+        """Which ranks in the group have not come to the collective in which this rank waits."""
 
     @abstractmethod
     def give_up(self, reason: str) -> None:

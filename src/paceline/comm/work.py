@@ -63,6 +63,13 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
+    def is_over(self) -> bool:
+        """Whether it is done and nobody is still to be told."""
+        return self._operation.is_done and not self._operation.signals
+
+    def forget_result(self) -> None:
+        self._operation.result = ()
+
     def get_future(self) -> "torch.futures.Future[Any]":
         """A future of the tensors."""
         return self._engine.promise(self._operation)
@@ -76,11 +83,11 @@ class RecentWorks:
         self._recent: deque[Work] = deque(maxlen=256)
 
     def add(self, work: Work) -> Work:
-        for index in range(len(self._given) - 1, -1, -1):
-            # Held by the list, and as an argument of getrefcount: by nobody in Python.
-            if self._given[index]._operation.is_done and sys.getrefcount(self._given[index]) == 2:
-                done = self._given.pop(index)
-                done._operation.result = ()
-                self._recent.append(done)
+        for given in tuple(self._given):
+            # Held by the list, the tuple, the loop, and as an argument of getrefcount: by nobody else in Python.
+            if given.is_over() and sys.getrefcount(given) == 4:
+                self._given.remove(given)
+                given.forget_result()
+                self._recent.append(given)
         self._given.append(work)
         return work
