@@ -63,7 +63,7 @@ def alone():
 
 
 def test_without_a_launcher_there_is_a_world_of_one_in_which_everything_works():
-    assert in_a_process_of_its_own(alone) == ((0, 1, 0, 1, 0, 1), True, "cpu", "gloo", [1.0, 1.0], 0)
+    assert in_a_process_of_its_own(alone) == ((0, 1, 0, 1, 0, 1), True, "cpu", "shm", [1.0, 1.0], 0)
 
 
 def alone_at(method):

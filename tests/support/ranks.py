@@ -27,7 +27,7 @@ def run_ranks(
     *args: Any,
     timeout_s: float = 30.0,
     join: bool = True,
-    backend: str = __import__("os").environ.get("BK", "gloo"),
+    backend: str = "auto",
     device: str = "cpu",
 ) -> list[Any]:
     """Call ``fn(world, *args)`` on ``world_size`` forked ranks of one world.

@@ -1,7 +1,7 @@
 """Averages of tensors that lie in shared memory: nothing is copied in or out.
 
 Every rank has its copy of a tensor in its own part of the arena. When all have launched theirs, rank r averages the
-r-th share of it, straight into all copies, block by block, so that a block is read and written while it is in the cache.
+r-th share of it, straight into all copies, block by block, so that a block is still in the cache when it is written.
 
     launch (all)  ->  average my share into all copies (each)  ->  finished (all)
 
@@ -23,13 +23,17 @@ from paceline.comm.heap import Heap
 from paceline.comm.reductions import reduce_into
 from paceline.comm.shm import SharedMemory, shares_of
 from paceline.comm.signals import FINISHED, LAUNCHED
-from paceline.comm.transport import Call, Reduction
+from paceline.comm.transport import Call, Reduction, Steps
 from paceline.errors import CollectiveMismatchError
 
 _BLOCK_BYTES = 1 << 17
 _AVERAGE, _SUM = Reduction("avg"), Reduction("sum")
 _CALL = Call("average in shared memory")
 _MOST_COPIES = 4096
+
+
+def _nothing() -> Steps:
+    yield from ()
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,8 @@ class Averages:
         """
         if self._num_ended() > number:
             return
-        operation = Operation(
-            _CALL, iter(()), timeout_s=self._engine.timeout_s, awaited=lambda: self._unfinished(number)
-        )
+        timeout_s = self._engine.timeout_s
+        operation = Operation(_CALL, _nothing(), timeout_s=timeout_s, awaited=lambda: self._unfinished(number))
         self._engine.wait_until(lambda: self._num_ended() > number, operation, operation.deadline)
 
     # -- with the engine's lock ----------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ class Averages:
             if their_numel != numel:
                 raise CollectiveMismatchError(
                     f"rank {self._shared.ranks[self._shared.rank]} averages {numel} elements, but rank "
-                    f"{self._shared.ranks[peer]} {their_numel}. All ranks must launch the same tensors in the same order."
+                    f"{self._shared.ranks[peer]} {their_numel}. All ranks must average the same in the same order."
                 )
             key = start, numel, dtype
             if key not in self._copies:

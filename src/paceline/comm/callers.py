@@ -2,7 +2,7 @@
 
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -16,7 +16,7 @@ _is_inside: dict[CodeType, bool] = {}  # whether it is torch's, ours, or the sta
 
 def line_of_caller() -> str:
     """``file:line`` of the innermost frame that is neither torch's nor ours; empty in a thread that has none."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         inside = _is_inside.get(code)
@@ -24,7 +24,7 @@ def line_of_caller() -> str:
             inside = _is_inside[code] = _is_inner(code.co_filename)
         if not inside:
             return f"{code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

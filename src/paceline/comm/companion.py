@@ -15,12 +15,12 @@ from paceline.errors import CommunicationError
 c10d = dist.distributed_c10d
 
 
-def make_companion(options: Any) -> Callable[[dist.ProcessGroup], dist.ProcessGroup]:
+def make_companion(options: Any) -> Callable[[Any], dist.ProcessGroup]:
     """A function that makes the group for a given group's other devices."""
     store, rank, size = options.store, options.group_rank, options.group_size
     timeout, ranks = options.timeout, list(options.global_ranks_in_group)
 
-    def make(owner: dist.ProcessGroup) -> dist.ProcessGroup:
+    def make(owner: Any) -> dist.ProcessGroup:
         config = c10d._world.pg_backend_config.get(owner, "")
         others = dict(pair.split(":") for pair in config.split(",") if ":" in pair)
         others = {device: backend for device, backend in others.items() if backend in _MAKERS}

@@ -33,7 +33,7 @@ from paceline.errors import (
 )
 from paceline.rendezvous.peers import name_ranks
 
-_NUM_SPINS, _NUM_YIELDS = int(os.environ.get("SP", 40)), int(os.environ.get("YI", 60))
+_NUM_SPINS, _NUM_YIELDS = 40, 60
 _PAUSE_S = 0.05  # at most, before the peers are looked at
 _LOOK_S = 0.1  # between two looks at the peers
 _DOUBT_S = 0.25  # how long news of a peer that is gone may be on its way
@@ -361,6 +361,9 @@ class Engine:
         self._resolve()
         raise error
 
+    def look_after(self, operation: Operation) -> None:
+        self._look_after(operation, lambda: operation.is_done, operation.deadline)
+
     def _find_gone(self, operation: Operation, now: float) -> PeerError | None:
         """The error, if a rank is gone that still has something to do for ``operation``."""
         try:
@@ -398,7 +401,7 @@ class Engine:
             who = "all ranks have come to it"
         return (
             f"{self.name_of_me}: {operation.call}, call number {operation.number} of this group, was not done after "
-            f"{operation.timeout_s:g} s: {who}. Look where the ranks are; give the group a longer timeout if they need it."
+            f"{operation.timeout_s:g} s: {who}. Look where the ranks are; a group may be given a longer timeout."
         )
 
     def _resolve(self) -> None:
@@ -488,7 +491,7 @@ class _Driver:
             engine._sleep(_TICK_S)
             for operation in engine._pending():
                 with contextlib.suppress(PacelineError):  # whoever waits for it is told
-                    engine._look_after(operation, lambda operation=operation: operation.is_done, operation.deadline)
+                    engine.look_after(operation)
             self._call_back()
 
     def _call_back(self) -> None:

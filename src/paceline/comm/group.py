@@ -1,7 +1,7 @@
 """c10d's process group over any transport: its many spellings of each collective, brought to one.
 
 What c10d allows and a transport does not see is dealt with here: tensors with strides, several tensors in one call,
-outputs in one tensor, sparse sums, tensors on other devices (they go to the backend that the group has for that device).
+outputs in one tensor, sparse sums, tensors on other devices (they go to the backend that the group has for those).
 
 The invariant: what is wrong with a call by itself is said at once, before any other rank is involved.
 """
@@ -260,8 +260,8 @@ class CollectiveGroup(dist.ProcessGroup):
             return spelled(output, mine, output_splits, input_splits, opts)
         _check_dtype("all_to_all_single", output, mine)
         staged = Staged([output])
-        takes = staged.flat[0].split(self._splits("output", output, output_splits))
-        gives = flat(mine).split(self._splits("input", mine, input_splits))
+        takes = torch.split(staged.flat[0], self._splits("output", output, output_splits))
+        gives = torch.split(flat(mine), self._splits("input", mine, input_splits))
         call = Call("all_to_all", output.dtype, -1, "", line_of_caller())
         return self._begin(call, staged.then_back(self.transport.all_to_all(call, takes, gives)), opts, [output])
 

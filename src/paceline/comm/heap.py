@@ -36,14 +36,13 @@ class Heap:
         while self._freed:
             self._take_back(*self._freed.pop())
         num_bytes = math.ceil(numel * dtype.itemsize / _ALIGNMENT) * _ALIGNMENT
-        for index, (start, end) in enumerate(self._free):
-            if end - start >= num_bytes:
-                break
-        else:
+        index = next((i for i, (start, end) in enumerate(self._free) if end - start >= num_bytes), None)
+        if index is None:
             raise CommunicationError(
                 f"{num_bytes >> 20} MiB of shared memory are wanted, and the address space that was set aside for them "
                 "is used up. Is it limited by `ulimit -v`? Raise the limit."
             )
+        start, end = self._free[index]
         self._arena.reserve(start, num_bytes)
         self._free[index : index + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
         region = self._arena.region(start, num_bytes)

@@ -15,12 +15,14 @@ The invariant: as in shared memory, all ranks see a mismatch, none has written t
 
 import hashlib
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.across import Across
 from paceline.comm.flows import AllGather, Broadcast, Flow, Reduce, ReduceScatter, Sends, Site, Sizes
 from paceline.comm.messages import _DTYPES
 from paceline.comm.post import Gone, Parcel, Post, memory_of
@@ -66,20 +68,23 @@ class Hierarchical(Transport):
         self._post = post
         host = next(index for index, members in enumerate(hosts) if rank in members)
         self._site = Site(tuple(map(tuple, hosts)), host, local.rank, self.num_lanes)
+        self._at_once = replace(self._site, num_lanes=1, at_once=True)
         self._members = self._site.hosts[host]
         self._far = [peer for peer in range(self.size) if peer not in self._members]
         self._is_head = local.rank == 0
         self._number = 0  # of the collective
         self._expected: dict[tuple[int, int], Parcel] = {}  # by source and key
         self._num_near = self._num_far = 0  # who waits for ranks of this host, and who for others alone
-        self._is_judging = False  # whether the heads compare what was called
-        self._verdict_at = 0  # where, in memory
+        self._awaited: list[Parcel] = []  # of the collective
+        self._is_beginning = False  # whether not all hosts are known to have come to the collective
+        self._is_judging = False  # whether this rank waits until they are
+        self._verdict_at = 0  # where in memory a head writes what it has heard
         self._called: set[int] = set()  # the hosts whose heads have told what they have called
-        self._absent_elsewhere: dict[int, tuple[int, list[int]]] = {}  # by host, with the collective's number
-        self._told_absent: tuple[int, list[int]] = (0, [])
+        self._told_absent: dict[int, tuple[int, memoryview]] = {}  # by host, with the collective's number
+        self._own_absent: tuple[int, list[int]] = (0, [])  # what this head has told
         self._is_late = False
+        self._across: Across | None = None
         local._messages._ranks = [*local.ranks, *ranks]  # messages from far count on from those of this host
-        self._arriving: dict[int, object] = {}
         post.open(_COLLECTIVES, self._place, self._arrived)
         post.open(_MESSAGES, self._place_message, self._message_arrived)
         if local.rank < self.num_lanes:
@@ -132,7 +137,7 @@ class Hierarchical(Transport):
             return
         parcel = self._post.send(_MESSAGES, to, tag, memory_of(tensor), _DTYPES.index(tensor.dtype))
         try:
-            yield from self._await([parcel], is_sent=True)
+            yield from self._await([parcel], is_sent=True, channel=_MESSAGES)
         finally:
             self._post.withdraw(_MESSAGES, parcel)
 
@@ -182,34 +187,31 @@ class Hierarchical(Transport):
     def nudge(self) -> None:
         self.local.nudge()
 
-    def check_peers(self, needed: Sequence[int] | None) -> None:
-        here = None if needed is None else [self._members.index(peer) for peer in needed if peer in self._members]
-        self.local.check_peers(here)
-        for peer in self._far if needed is None else needed:
+    def check_peers(self, awaited: Sequence[int]) -> None:
+        self.local.check_peers([self._members.index(peer) for peer in awaited if peer in self._members])
+        # Before the heads have spoken, everybody is awaited, though not everybody is known to be missing.
+        for peer in self._far if self._is_beginning else awaited:
             gone = self._post.gone.get(peer)
-            if gone is None or time.monotonic() - gone.since < _GRACE_S:
-                continue
-            if gone.has_failed or gone.words:
-                raise self._peer_error(peer, gone)
-            # Who has left by itself had done all that was to be done together.
-            is_needed = not gone.has_spoken if needed is None else not self._post.may_come(_MESSAGES, peer)
-            if is_needed:
+            if gone is not None and self._is_in_vain(gone):
                 raise self._peer_error(peer, gone)
         self._is_late = True
 
     def absent(self) -> list[int]:
-        """For an error's text: the ranks that have not come to the collective in which this rank waits."""
         if not self._is_judging:
-            return self.local.absent()
+            if self._awaited:
+                return [parcel.peer for parcel in self._awaited if not parcel.is_done]
+            return [self._members[index] for index in self.local.absent()]
         if self._is_head:
-            return self._absent_far()
+            return self._absent_elsewhere()
         text = bytes(self.local.arena.memory[self._verdict_at : self._verdict_at + _VERDICT_BYTES])
         told = text[1:].split(b"\0")[0].decode(errors="replace").split(",") if text[0] == _WAITING else []
-        return [int(rank) for rank in told if rank.isdigit()] or self.local.absent()
+        return [int(rank) for rank in told if rank.isdigit()] or [self._members[0]]
 
     def give_up(self, reason: str) -> None:
         self.local.give_up(reason)
         self._post.announce(has_failed=True, words=reason)
+        if self._across is not None:
+            self._across.abort()
 
     def depart(self, last_words: str) -> None:
         self.local.depart(last_words)
@@ -219,13 +221,36 @@ class Hierarchical(Transport):
         self.local.close()
         self._post.announce(has_failed=False, words="")
         self._post.close()
+        if self._across is not None:
+            self._across.close()
+            self._across = None
+
+    # -- for averages --------------------------------------------------------------------------------------------
+
+    def open_across(self, store: dist.Store, timeout_s: float) -> Callable[[Tensor], dist.Work]:
+        """What starts sums over the hosts on this rank's lane. A collective call, once for a group.
+
+        Args:
+            store: of this group alone.
+        """
+        if self._site.me >= self.num_lanes:
+            return _refuse
+        if self._across is None:
+            mates = [self._site.hosts[host][self._site.me] for host in self._site.others]
+
+            def find_gone() -> PeerError | None:
+                told = [(mate, self._post.gone[mate]) for mate in mates if mate in self._post.gone]
+                return next((self._peer_error(mate, gone) for mate, gone in told if self._is_in_vain(gone)), None)
+
+            names = name_ranks([self._ranks[mate] for mate in mates])
+            store = dist.PrefixStore(f"lane {self._site.me}/", store)
+            self._across = Across(store, self._site.host, len(self._site.hosts), timeout_s, find_gone, names)
+        return self._across
 
     # -- how a collective runs -----------------------------------------------------------------------------------
 
     def _route(self, num_bytes: int) -> Site:
-        if num_bytes <= _SMALL_BYTES:
-            return replace(self._site, num_lanes=1, at_once=True)
-        return self._site
+        return self._at_once if num_bytes <= _SMALL_BYTES else self._site
 
     def _block_numel(self, dtype: torch.dtype) -> int:
         return self.local.arena.layout.buffer_bytes // dtype.itemsize
@@ -282,6 +307,7 @@ class Hierarchical(Transport):
             CollectiveMismatchError: on all ranks.
         """
         self._number += 1
+        self._is_beginning = True
         parts = self._next_parts(flow.dtype)
         flow.give(0, parts[self._site.me])
         mismatch = None
@@ -300,9 +326,10 @@ class Hierarchical(Transport):
                 memory[self._verdict_at] = _WAITING
                 memory[self._verdict_at + 1] = 0
                 yield from self._judge(call, flow, mismatch, parts, rooms[0])
+                self._is_judging = self._is_beginning = False
             yield from self._near(self.local._meet(None))
         finally:
-            self._is_judging = False
+            self._is_judging = self._is_beginning = False
         if memory[self._verdict_at] != _AGREED:
             text = bytes(memory[self._verdict_at + 1 : self._verdict_at + _VERDICT_BYTES])
             raise CollectiveMismatchError(text.split(b"\0")[0].decode(errors="replace"))
@@ -330,6 +357,7 @@ class Hierarchical(Transport):
         for host, parcel in came.items():
             yield from self._await([parcel])
             self._called.add(host)
+            self.local.arena.memory[self._verdict_at + 1] = 0
         yield from self._await(sent, is_sent=True)
         if mismatch:
             raise mismatch
@@ -361,8 +389,7 @@ class Hierarchical(Transport):
 
     def _exchange(self, call: Call, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> Steps:
         """From each rank to each, straight from its memory: between hosts there is nothing to be saved."""
-        site = replace(self._site, num_lanes=1, at_once=True)
-        yield from self._agree(call, Sizes(site, call.kind, gives, takes, self._ranks))
+        yield from self._agree(call, Sizes(self._at_once, call.kind, gives, takes, self._ranks))
         came = [self._expect(peer, self._key(1), memory_of(takes[peer])) for peer in self._far if takes[peer].numel()]
         sent = [
             self._post.send(_COLLECTIVES, peer, self._key(1), memory_of(gives[peer]))
@@ -409,9 +436,8 @@ class Hierarchical(Transport):
 
     def _place(self, source: int, key: int, num_bytes: int, extra: int) -> memoryview | None:
         if key == _ABSENCE:
-            host = self._site.host_of(source)
             memory = memoryview(bytearray(num_bytes))
-            self._absent_elsewhere[host] = extra, memory.cast("q")  # type: ignore[assignment]  # filled soon
+            self._told_absent[self._site.host_of(source)] = extra, memory.cast("q")
             return memory
         parcel = self._expected.get((source, key))
         if parcel is None:
@@ -425,27 +451,32 @@ class Hierarchical(Transport):
         if key != _ABSENCE:
             self._expected.pop((source, key)).is_done = True
 
-    def _await(self, parcels: Iterable[Parcel], *, is_sent: bool = False) -> Steps:
+    def _await(self, parcels: Iterable[Parcel], *, is_sent: bool = False, channel: int = _COLLECTIVES) -> Steps:
         """Wait until they have come, or (``is_sent``) been sent.
 
         Raises:
             PeerError: a rank to or from which they go is gone.
         """
         self._num_far += 1
+        if channel == _COLLECTIVES:
+            self._awaited = list(parcels)
         try:
             for parcel in parcels:
                 while not parcel.is_done:
                     gone = self._post.gone.get(parcel.peer)
-                    if gone is not None and self._is_in_vain(gone, parcel.peer, is_sent):
+                    if gone is not None and self._is_in_vain(gone, is_sent=is_sent):
                         raise self._peer_error(parcel.peer, gone)
                     yield
         finally:
             self._num_far -= 1
+            if channel == _COLLECTIVES:
+                self._awaited = []
 
-    def _is_in_vain(self, gone: Gone, peer: int, is_sent: bool) -> bool:
+    def _is_in_vain(self, gone: Gone, *, is_sent: bool = False) -> bool:
+        """Whether to wait for a rank that is gone, or for what it has sent before."""
         if time.monotonic() - gone.since < _GRACE_S:
             return False
-        return is_sent or gone.has_failed or bool(gone.words) or not self._post.may_come(_COLLECTIVES, peer)
+        return is_sent or gone.has_failed or bool(gone.words) or not self._post.may_come(gone.rank)
 
     def _peer_error(self, peer: int, gone: Gone) -> PeerError:
         members = self._site.hosts[self._site.host_of(peer)]
@@ -471,7 +502,6 @@ class Hierarchical(Transport):
         if not messages._requests:
             return None
         message = messages._begin(self.local.size + source, tag, num_bytes, _DTYPES[extra])
-        self._arriving[source] = message
         return memory_of(message.memory) or memoryview(b"")
 
     def _message_arrived(self, source: int, _: int) -> None:
@@ -497,32 +527,34 @@ class Hierarchical(Transport):
     def _next_parts(self, dtype: torch.dtype) -> list[Tensor]:
         return self.local._next_buffer(dtype)
 
-    def _absent_far(self) -> list[int]:
+    def _absent_elsewhere(self) -> list[int]:
         """On a head that waits for others: which ranks have not come, as far as their hosts have told."""
         absent: list[int] = []
         for host in self._site.others:
-            if host in self._called:
-                continue
-            number, ranks = self._absent_elsewhere.get(host, (0, []))
-            members = [self._ranks[rank] for rank in self._site.hosts[host]]
-            absent += list(ranks) if number == self._number and len(ranks) else members
+            if host not in self._called:
+                number, ranks = self._told_absent.get(host, (0, memoryview(b"")))
+                absent += ranks.tolist() if number == self._number and len(ranks) else self._site.hosts[host]
         return absent
 
     def _tell_absent(self) -> None:
         """On a head that waits: tell the other heads, or this host, for whom."""
-        if not self._is_head:
+        if not self._is_head or not self._is_beginning:
             return
         if self._is_judging:
-            if self.local.arena.memory[self._verdict_at] == _WAITING:
-                text = ",".join(map(str, self._absent_far())).encode()[: _VERDICT_BYTES - 2] + b"\0"
-                self.local.arena.memory[self._verdict_at + 1 : self._verdict_at + 1 + len(text)] = text
+            text = ",".join(map(str, self._absent_elsewhere())).encode()[: _VERDICT_BYTES - 2] + b"\0"
+            self.local.arena.memory[self._verdict_at + 1 : self._verdict_at + 1 + len(text)] = text
             return
-        told = self._number, self.local.absent()
-        if self._num_near and told[1] and told != self._told_absent:
-            self._told_absent = told
+        mine = self._number, self.absent()
+        if mine[1] and mine != self._own_absent:
+            self._own_absent = mine
             for host in self._site.others:
-                memory = memory_of(torch.tensor(told[1]))
-                self._post.send(_COLLECTIVES, self._site.hosts[host][0], _ABSENCE, memory, told[0])
+                self._post.send(
+                    _COLLECTIVES, self._site.hosts[host][0], _ABSENCE, memory_of(torch.tensor(mine[1])), self._number
+                )
+
+
+def _refuse(share: Tensor) -> dist.Work:
+    raise AssertionError("this rank has no lane, and so no share")
 
 
 def _common(call: Call) -> bytes:

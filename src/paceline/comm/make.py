@@ -2,11 +2,11 @@
 
 import json
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from paceline.comm.across import AveragesOverHosts
 from paceline.comm.arena import myself, open_arena
 from paceline.comm.averages import Averages
 from paceline.comm.companion import make_companion
@@ -58,7 +58,15 @@ def make_hier(options: Any) -> CollectiveGroup:
     meeting.await_ranks(range(len(ranks)), "post", deadline - time.monotonic(), late=late)
     post.learn([json.loads(meeting.read("post", other)) for other in range(len(ranks))])
     hierarchical = Hierarchical(local, post, hosts, rank, ranks)
-    return CollectiveGroup(hierarchical, ranks, options.timeout.total_seconds(), make_companion(options))
+    timeout_s = options.timeout.total_seconds()
+
+    def averages(engine: Engine) -> Averages:
+        across = hierarchical.open_across(dist.PrefixStore("averages/", options.store), timeout_s)
+        return AveragesOverHosts(
+            local, engine, members=members, num_shares=hierarchical.num_lanes, size=len(ranks), across=across
+        )
+
+    return CollectiveGroup(hierarchical, ranks, timeout_s, make_companion(options), averages)
 
 
 def _meet(options: Any) -> tuple[Meeting, float, list[int]]:

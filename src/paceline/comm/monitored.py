@@ -77,6 +77,6 @@ def pass_monitored_barrier(
     if late:
         names = ", ".join(str(ranks[peer]) for peer in late)
         raise CollectiveTimeoutError(
-            f"Rank{'s' if len(late) > 1 else ''} {names} failed to pass monitoredBarrier in {milliseconds} ms. Look where "
-            "they are; all ranks must call it."
+            f"Rank{'s' if len(late) > 1 else ''} {names} failed to pass monitoredBarrier in {milliseconds} ms. Look "
+            "where they are; all ranks must call it."
         )

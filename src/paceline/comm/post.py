@@ -22,6 +22,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ _MOST_MUTE = 64  # connections that have not said who they are
 # A host that has lost its power or its cable says nothing: its connections are found dead after half a minute. (Not by
 # TCP_USER_TIMEOUT, which would also end those to a peer that is alive and does not read.)
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+
+_all: "weakref.WeakSet[Post]" = weakref.WeakSet()
 
 # Where the bytes of a frame go, from its source, key, number of bytes and extra; None: not known yet.
 Place = Callable[[int, int, int, int], memoryview | None]
@@ -73,6 +76,7 @@ class Gone:
         has_spoken: whether it has left by itself; else it has ended without a word, in the way that ``sign`` tells.
     """
 
+    rank: int
     since: float
     sign: str
     has_spoken: bool = False
@@ -135,6 +139,7 @@ class Post:
         self._epoll.register(self._listener, select.EPOLLIN)
         self._is_announced = False
         self._is_closed = False
+        _all.add(self)
 
     # -- before all else -----------------------------------------------------------------------------------------
 
@@ -276,9 +281,9 @@ class Post:
                 self._epoll.register(incoming.connection, select.EPOLLIN)
                 self._read(incoming)
 
-    def may_come(self, channel: int, source: int) -> bool:
-        """Whether frames of ``source`` may still be on their way."""
-        return any((i.channel, i.source) == (channel, source) for i in self._incoming.values())
+    def may_come(self, source: int) -> bool:
+        """Whether anything of ``source`` may still be on its way."""
+        return any(incoming.source == source and not incoming.is_paused for incoming in self._incoming.values())
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -436,6 +441,13 @@ class Post:
         self._listener.close()
         self._epoll.close()
 
+    def leave_to_parent(self) -> None:
+        """In a forked child, which must not keep connections open when its parent has died."""
+        self._is_closed = True
+        sockets = [self._listener, *(each.connection for each in (*self._incoming.values(), *self._by_fd.values()))]
+        for descriptor in [self._epoll.fileno(), *(each.detach() for each in sockets)]:
+            os.close(descriptor)
+
     def _note(
         self, peer: int, sign: str, *, has_spoken: bool = False, has_failed: bool = False, words: str = ""
     ) -> None:
@@ -443,7 +455,7 @@ class Post:
         known = self.gone.get(peer)
         if known is None or (has_spoken and not known.has_spoken):
             since = time.monotonic() if known is None else known.since
-            self.gone[peer] = Gone(since, sign, has_spoken, has_failed, words)
+            self.gone[peer] = Gone(peer, since, sign, has_spoken, has_failed, words)
 
     def _spell(self, peer: int) -> str:
         host, port = self._addresses[peer]
@@ -452,7 +464,7 @@ class Post:
 
 def memory_of(tensor: Tensor) -> memoryview | None:
     """The bytes of a flat tensor; None where it is empty."""
-    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else None
+    return memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else None  # type: ignore[arg-type]
 
 
 def _prepare(connection: socket.socket) -> None:
@@ -505,7 +517,7 @@ def _address_of(interface: str) -> str:
             f"GLOO_SOCKET_IFNAME={interface!r}: this host has no such interface, or it has no address; it has {others}. "
             "Name the one that reaches the other hosts."
         )
-    return sorted(found[interface], key=lambda address: ":" in address)[0]
+    return min(found[interface], key=lambda address: ":" in address)
 
 
 def _may_bind(host: str) -> bool:
@@ -514,3 +526,12 @@ def _may_bind(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _leave_to_parent() -> None:
+    for post in list(_all):
+        if not post._is_closed:
+            post.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -31,7 +31,7 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
     Sums of more than two halves are made in float32 and rounded once.
     """
     combine = _COMBINE[reduction.name]
-    if reduction.name == "premul_sum":
+    if reduction.factor is not None:
         parts = [part * reduction.factor for part in parts]
     if len(parts) == 1:
         if output is not parts[0]:

@@ -1,7 +1,7 @@
 """Making the backends known to c10d, once paceline and torch are both there, in whichever order they were imported.
 
-torch calls ``register`` itself when it is imported, through the entry point ``torch.backends`` of the installed package;
-``import paceline`` does where torch had been imported before.
+torch calls ``register`` itself when it is imported, through the entry point ``torch.backends`` of the installed
+package; ``import paceline`` does where torch had been imported before.
 
 The invariant: this costs no import of more than torch.distributed; what makes a group is imported when one is made.
 """

@@ -1,7 +1,7 @@
 """The backend ``shm``: collectives among ranks of one host, through memory that they share.
 
-A tensor streams through the arena block by block. A rank writes a block into its part of a buffer, tells the others, and
-reads theirs when all have come:
+A tensor streams through the arena block by block. A rank writes a block into its part of a buffer, tells the others,
+and reads theirs when all have come:
 
     fill my part of a buffer  ->  meet  ->  read all ranks' parts          the next block uses the next buffer
 
@@ -13,6 +13,7 @@ The invariant: the first meeting of every collective compares what the ranks hav
 on a mismatch all of them raise, none has written to a result, and the group goes on.
 """
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -247,7 +248,7 @@ class SharedMemory(Transport):
     def _blocks(self, tensor: Tensor) -> Sequence[Tensor]:
         """What fits into a buffer, in turn; one block, empty, for an empty tensor: ranks meet all the same."""
         numel = self._block_numel(tensor.dtype)
-        return [tensor] if tensor.numel() <= numel else tensor.split(numel)
+        return [tensor] if tensor.numel() <= numel else torch.split(tensor, numel)
 
     def _next_buffer(self, dtype: torch.dtype, numel: int | None = None) -> list[Tensor]:
         """All ranks' parts of the buffer that is free now, or the first ``numel`` elements of them."""
@@ -343,4 +344,4 @@ def shares_of(numel: int, num_shares: int) -> list[tuple[int, int]]:
     length = -(-numel // num_shares)
     length = -(-length // _ALIGNED_NUMEL) * _ALIGNED_NUMEL
     edges = [min(share * length, numel) for share in range(num_shares + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))

@@ -64,6 +64,6 @@ class Joined:
 
     def _then_apart(self, steps: Steps) -> Steps:
         yield from steps
-        pieces = self.flat.split([piece.numel() for piece in self._staged.flat])
+        pieces = torch.split(self.flat, [piece.numel() for piece in self._staged.flat])
         for piece, part in zip(self._staged.flat, pieces, strict=True):
             piece.copy_(part)

@@ -178,10 +178,10 @@ class DenseBucket(Bucket):
         return sum(member.param.numel() for member in self.members)
 
     def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:
-        """Write each source into its target, and what is in its place already, so that the ranks' sum is the average."""
+        """Write each source into its target; with what is in place already, the ranks' sum is to be the average."""
         _divide_into(targets, sources, self.world_size)
         if in_place:
-            torch._foreach_mul_(in_place, 1 / self.world_size)
+            torch._foreach_mul_(list(in_place), 1 / self.world_size)
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._flat is not None
