@@ -28,7 +28,8 @@ def test_each_error_is_ours_and_the_built_in_that_the_tree_promises(name, built_
     error = getattr(errors, name)
     assert issubclass(error, errors.PacelineError)
     assert issubclass(error, built_in)
-    assert [c for c in (ValueError, RuntimeError, TimeoutError) if issubclass(error, c)] == [built_in]
+    also = {RuntimeError} if name == "CollectiveTimeoutError" else set()  # as which torch's backends raise it
+    assert {c for c in (ValueError, RuntimeError, TimeoutError) if issubclass(error, c)} == {built_in} | also
 
 
 def test_the_table_above_is_complete():

@@ -314,10 +314,11 @@ class Hierarchical(Transport):
         try:
             yield from self._near(self.local._meet(call))
         except CollectiveMismatchError as error:
-            if not self._is_head:
-                raise
             mismatch = error
         rooms = self._next_parts(torch.uint8)
+        if mismatch and not self._is_head:  # the head tells the others first
+            self._is_beginning = False
+            raise mismatch
         layout, memory = self.local.arena.layout, self.local.arena.memory
         self._verdict_at = layout.start(0) + layout.stream + self.local._buffer * layout.buffer_bytes
         self._is_judging = True
