@@ -26,6 +26,7 @@ from paceline.comm.work import RecentWorks, Work
 from paceline.world import on_leaving
 
 _REDUCTIONS = {kind.value: Reduction(name.lower()) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
+c10d = dist.distributed_c10d
 _BITWISE = ("band", "bor", "bxor")
 _ORDERED = ("min", "max")
 _CPU = torch.device("cpu")
@@ -64,13 +65,13 @@ class CollectiveGroup(dist.ProcessGroup):
     # -- all_reduce, reduce, broadcast ---------------------------------------------------------------------------
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllreduceOptions()
+        opts = opts or c10d.AllreduceOptions()
         if elsewhere := self._elsewhere(tensors):
             return elsewhere.allreduce(tensors, opts)
         return self._all_reduce(tensors, opts)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllreduceCoalescedOptions()
+        opts = opts or c10d.AllreduceCoalescedOptions()
         if elsewhere := self._elsewhere(tensors):
             return elsewhere.allreduce_coalesced(tensors, opts)
         return self._all_reduce(tensors, opts)
@@ -87,7 +88,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._begin(call, joined.then_back(steps), opts, tensors)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ReduceOptions()
+        opts = opts or c10d.ReduceOptions()
         if elsewhere := self._elsewhere(tensors):
             return elsewhere.reduce(tensors, opts)
         (tensor,) = tensors
@@ -99,7 +100,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._begin(call, staged.then_back(steps), opts, tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.BroadcastOptions()
+        opts = opts or c10d.BroadcastOptions()
         if elsewhere := self._elsewhere(tensors):
             return elsewhere.broadcast(tensors, opts)
         (tensor,) = tensors
@@ -112,7 +113,7 @@ class CollectiveGroup(dist.ProcessGroup):
     # -- all_gather, gather, scatter -----------------------------------------------------------------------------
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         if elsewhere := self._elsewhere(inputs):
             return elsewhere.allgather(outputs, inputs, opts)
         for outputs_of_one, mine in zip(outputs, inputs, strict=True):
@@ -123,7 +124,7 @@ class CollectiveGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         if elsewhere := self._elsewhere(inputs):
             return elsewhere.allgather_coalesced(outputs, inputs, opts)
         for outputs_of_rank in outputs:
@@ -138,7 +139,7 @@ class CollectiveGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or c10d.AllgatherOptions()
         if elsewhere := self._elsewhere(inputs):
             return _spelled(elsewhere, _ALL_GATHER_COALESCED)(outputs, inputs, opts)
         for output, mine in zip(outputs, inputs, strict=True):
@@ -171,7 +172,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._begin(call, outer.then_back(steps()) if outer else steps(), opts, result)
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.GatherOptions()
+        opts = opts or c10d.GatherOptions()
         if elsewhere := self._elsewhere(inputs):
             return elsewhere.gather(outputs, inputs, opts)
         (mine,), root = inputs, self._root(opts)
@@ -181,7 +182,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._begin(call, staged.then_back(steps), opts, outputs)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> dist.Work:
-        opts = opts or dist.ScatterOptions()
+        opts = opts or c10d.ScatterOptions()
         if elsewhere := self._elsewhere(outputs):
             return elsewhere.scatter(outputs, inputs, opts)
         (output,), root = outputs, self._root(opts)
@@ -196,7 +197,7 @@ class CollectiveGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         if elsewhere := self._elsewhere(outputs):
             return elsewhere.reduce_scatter(outputs, inputs, opts)
         for output, inputs_of_one in zip(outputs, inputs, strict=True):
@@ -211,7 +212,7 @@ class CollectiveGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        opts = opts or dist.ReduceScatterOptions()
+        opts = opts or c10d.ReduceScatterOptions()
         if elsewhere := self._elsewhere(outputs):
             return _spelled(elsewhere, _REDUCE_SCATTER_COALESCED)(outputs, inputs, opts)
         for output, mine in zip(outputs, inputs, strict=True):
@@ -236,7 +237,7 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._begin(call, staged.then_back(steps()), opts, outputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        opts = opts or dist.AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         if elsewhere := self._elsewhere(inputs):
             return elsewhere.alltoall(outputs, inputs, opts)
         self._check_list("all_to_all", outputs, inputs[0])
@@ -254,7 +255,7 @@ class CollectiveGroup(dist.ProcessGroup):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> dist.Work:
-        opts = opts or dist.AllToAllOptions()
+        opts = opts or c10d.AllToAllOptions()
         if elsewhere := self._elsewhere([mine]):
             spelled = _spelled(elsewhere, ("all_to_all_single", "alltoall_base"))
             return spelled(output, mine, output_splits, input_splits, opts)
@@ -471,7 +472,7 @@ def _spelled(group: dist.ProcessGroup, names: Sequence[str]) -> Any:
 
 
 def _reduction_of(op: Any, tensor: Tensor) -> Reduction:
-    reduction = _REDUCTIONS[(op.op if isinstance(op, dist.ReduceOp) else op).value]
+    reduction = _REDUCTIONS[getattr(op, "op", op).value]
     if reduction.name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(f"{reduction.name.upper()} needs integers or booleans, not {tensor.dtype}.")
     if reduction.name in _ORDERED and tensor.is_complex():

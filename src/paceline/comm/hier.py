@@ -137,8 +137,11 @@ class Hierarchical(Transport):
             return
         parcel = self._post.send(_MESSAGES, to, tag, memory_of(tensor), _DTYPES.index(tensor.dtype))
         try:
-            yield from self._await([parcel], is_sent=True, channel=_MESSAGES)
+            self._num_far += 1
+            while not parcel.is_done:
+                yield
         finally:
+            self._num_far -= 1
             self._post.withdraw(_MESSAGES, parcel)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Generator[None, None, int]:
@@ -188,7 +191,9 @@ class Hierarchical(Transport):
         self.local.nudge()
 
     def check_peers(self, awaited: Sequence[int]) -> None:
-        self.local.check_peers([self._members.index(peer) for peer in awaited if peer in self._members])
+        near = [self._members.index(peer) for peer in awaited if peer in self._members]
+        # While the heads compare calls, their hosts wait for them, though others are late.
+        self.local.check_peers([*near, *self.local.absent()] if self._is_judging else near)
         # Before the heads have spoken, everybody is awaited, though not everybody is known to be missing.
         for peer in self._far if self._is_beginning else awaited:
             gone = self._post.gone.get(peer)
@@ -286,7 +291,7 @@ class Hierarchical(Transport):
                 continue
             arrived, in_turn = came.pop(last, {}), turned.pop(last, {})
             yield from self._await([*arrived.values(), *in_turn.values()])
-            yield from self._await(sent.pop(last, []), is_sent=True)
+            yield from self._await(sent.pop(last, []))
             if flow.comes_here:
                 parts = self._next_parts(flow.dtype)
                 if is_lane:
@@ -359,7 +364,7 @@ class Hierarchical(Transport):
             yield from self._await([parcel])
             self._called.add(host)
             self.local.arena.memory[self._verdict_at + 1] = 0
-        yield from self._await(sent, is_sent=True)
+        yield from self._await(sent)
         if mismatch:
             raise mismatch
         verdict, arrived = "", {}
@@ -400,7 +405,7 @@ class Hierarchical(Transport):
         near = [[tensors[peer] for peer in self._members] for tensors in (takes, gives)]
         yield from self._near(self.local.all_to_all(call, *near))
         yield from self._await(came)
-        yield from self._await(sent, is_sent=True)
+        yield from self._await(sent)
         self._next_parts(torch.uint8)  # [Note: the last meeting]
         yield from self._near(self.local._meet(None))
 
@@ -452,32 +457,25 @@ class Hierarchical(Transport):
         if key != _ABSENCE:
             self._expected.pop((source, key)).is_done = True
 
-    def _await(self, parcels: Iterable[Parcel], *, is_sent: bool = False, channel: int = _COLLECTIVES) -> Steps:
-        """Wait until they have come, or (``is_sent``) been sent.
-
-        Raises:
-            PeerError: a rank to or from which they go is gone.
-        """
+    def _await(self, parcels: Iterable[Parcel]) -> Steps:
+        """Wait until they have come, or been sent."""
+        self._awaited = [parcel for parcel in parcels if not parcel.is_done]
         self._num_far += 1
-        if channel == _COLLECTIVES:
-            self._awaited = list(parcels)
         try:
-            for parcel in parcels:
-                while not parcel.is_done:
-                    gone = self._post.gone.get(parcel.peer)
-                    if gone is not None and self._is_in_vain(gone, is_sent=is_sent):
-                        raise self._peer_error(parcel.peer, gone)
+            while self._awaited:
+                if self._awaited[-1].is_done:
+                    self._awaited.pop()
+                else:
                     yield
         finally:
             self._num_far -= 1
-            if channel == _COLLECTIVES:
-                self._awaited = []
+            self._awaited = []
 
-    def _is_in_vain(self, gone: Gone, *, is_sent: bool = False) -> bool:
-        """Whether to wait for a rank that is gone, or for what it has sent before."""
+    def _is_in_vain(self, gone: Gone) -> bool:
+        """Whether to wait for a rank that is gone, or for what it had sent before."""
         if time.monotonic() - gone.since < _GRACE_S:
             return False
-        return is_sent or gone.has_failed or bool(gone.words) or not self._post.may_come(gone.rank)
+        return gone.has_failed or bool(gone.words) or not self._post.may_come(gone.rank)
 
     def _peer_error(self, peer: int, gone: Gone) -> PeerError:
         members = self._site.hosts[self._site.host_of(peer)]

@@ -60,7 +60,6 @@ _MESSAGE_BYTES = 1 << 28  # at most; MPI counts to 2**31
 _BLOCK_BYTES = 1 << 23  # of a tensor that is reduced at a time: what ranks send then stays in caches
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
-_GRACE_S = 0.3  # in which what a rank sent before it left must arrive
 _LEAVING_S = 10.0  # for the other ranks to leave too, before MPI is ended
 
 _P = ParamSpec("_P")
@@ -89,6 +88,8 @@ class _Wire:
         self.comm = comm
         self.nap_s = _SHORTEST_NAP_S
         self.is_torn = False
+        self._partners: Sequence[Sequence[int]] = ()  # by request of the collective that waits
+        self._unfinished: set[int] = set()  # its requests, by index
 
     def send(self, tensor: Tensor, to: int, tag: int) -> list[MPI.Request]:
         return [self.comm.Isend(message, to, tag) for message in _messages_of(tensor)]
@@ -96,22 +97,32 @@ class _Wire:
     def receive(self, tensor: Tensor, source: int, tag: int) -> list[MPI.Request]:
         return [self.comm.Irecv(message, source, tag) for message in _messages_of(tensor)]
 
-    def finish(
-        self, requests: Sequence[MPI.Request], *memory: object, note: Callable[[list[int]], None] | None = None
+    def finish_collective(
+        self, requests: Sequence[MPI.Request], partners: Sequence[Sequence[int]], *memory: object
     ) -> Steps:
+        """``finish``, of requests of the collective that runs; ``partners`` tells with which ranks each is."""
+        self._partners, self._unfinished = partners, set(range(len(requests)))
+        yield from self.finish(requests, *memory, unfinished=self._unfinished)
+
+    def awaited(self) -> list[int]:
+        """The ranks for which the collective that runs waits."""
+        partners = self._partners
+        return sorted({partner for index in list(self._unfinished) for partner in partners[index]})
+
+    def finish(self, requests: Sequence[MPI.Request], *memory: object, unfinished: set[int] | None = None) -> Steps:
         """Wait for all ``requests``.
 
         Args:
             memory: what they read or write; it is kept for ever if this wait is given up.
-            note: told the indices of those that have just ended.
+            unfinished: from it, the indices of those that have ended are removed.
         """
         try:
             # None stands for: there is nothing left to wait for.
             while (ended := MPI.Request.Testsome(requests)) is not None:
                 if not ended:
                     yield
-                elif note is not None:
-                    note(ended)
+                elif unfinished is not None:
+                    unfinished.difference_update(ended)
         except BaseException:
             self.is_torn = True
             _torn.append((requests, memory))
@@ -142,12 +153,12 @@ class _Meetings:
         self._rank = rank
         self._ranks = ranks
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
+        self._partners = [(peer,) for peer in (*self._peers, *self._peers)]
         self._stride = _CALL_BYTES + self.inline_bytes
         self._records = torch.zeros(len(ranks), self._stride, dtype=torch.uint8)
         self._memory: Any = _bytes_of(self._records.view(-1))  # a Buffer, as mypy knows from Python 3.12 on
         self._typed: dict[torch.dtype, list[Tensor]] = {}
         self._spelled: dict[Call, bytes] = {}
-        self._missing: set[int] = set()
         self._receives = [
             wire.comm.Recv_init((_bytes_of(self._records[peer]), MPI.BYTE), peer, _RECORD) for peer in self._peers
         ]
@@ -160,11 +171,10 @@ class _Meetings:
         """
         self.number += 1
         end = self._write(call, data)
-        self._missing = set(range(len(self._peers)))
         MPI.Prequest.Startall(self._receives)
         mine = (_bytes_of(self._records[self._rank])[:end], MPI.BYTE)
         sends = [self._wire.comm.Isend(mine, peer, _RECORD) for peer in self._peers]
-        yield from self._wire.finish([*self._receives, *sends], self._records, note=self._missing.difference_update)
+        yield from self._wire.finish_collective([*self._receives, *sends], self._partners, self._records)
         self._compare(call)
 
     def data(self, dtype: torch.dtype, numel: int, start: int = 0) -> list[Tensor]:
@@ -172,10 +182,6 @@ class _Meetings:
         if dtype not in self._typed:
             self._typed[dtype] = [record[_CALL_BYTES:].view(dtype) for record in self._records]
         return [typed[start : start + numel] for typed in self._typed[dtype]]
-
-    def absent(self) -> list[int]:
-        """The peers whose records have not come."""
-        return [self._peers[index] for index in sorted(self._missing) if index < len(self._peers)]
 
     def close(self) -> None:
         for receive in self._receives:
@@ -217,15 +223,13 @@ class _Notice:
     """What a rank has said when it left.
 
     Attributes:
-        number: of the last meeting to which it has come.
+        num_done: how many collectives it had finished.
         words: why, if something failed.
-        seen: when this rank has read it.
     """
 
-    number: int
+    num_done: int
     has_failed: bool
     words: str
-    seen: float
 
 
 class _Notices:
@@ -244,10 +248,10 @@ class _Notices:
         self._sends: list[MPI.Request] = []
         self._text = b""
 
-    def announce(self, number: int, *, has_failed: bool, words: str) -> None:
+    def announce(self, num_done: int, *, has_failed: bool, words: str) -> None:
         """Tell all others that this rank takes part no more. The first time counts."""
         if not self._text:
-            self._text = self._HEAD.pack(number, has_failed) + words.encode()[-_NOTICE_BYTES:]
+            self._text = self._HEAD.pack(num_done, has_failed) + words.encode()[-_NOTICE_BYTES:]
             self._sends = [self._comm.Isend((self._text, MPI.BYTE), peer, _NOTICE) for peer in self._peers]
 
     def read(self) -> None:
@@ -256,9 +260,9 @@ class _Notices:
         while (found := self._comm.Improbe(MPI.ANY_SOURCE, _NOTICE, status)) is not None:
             text = bytearray(status.Get_count(MPI.BYTE))
             found.Recv((text, MPI.BYTE))
-            number, has_failed = self._HEAD.unpack_from(text)
+            num_done, has_failed = self._HEAD.unpack_from(text)
             words = text[self._HEAD.size :].decode(errors="replace").strip()
-            self.seen[status.Get_source()] = _Notice(number, has_failed, words, time.monotonic())
+            self.seen[status.Get_source()] = _Notice(num_done, has_failed, words)
 
     def are_complete(self) -> bool:
         """Whether all ranks of the group have left, and know that of one another."""
@@ -441,7 +445,8 @@ class Mpi(Transport):
         yield from self._meetings.meet(call, [tensor] if is_small and self.rank == root else [])
         if not is_small:
             requests = [self._comm.Ibcast(message, root) for message in _messages_of(tensor)]
-            yield from self._wire.finish(requests, tensor)
+            # Data pass from rank to rank: it may be any that is waited for.
+            yield from self._wire.finish_collective(requests, [self._peers] * len(requests), tensor)
         elif self.rank != root:
             tensor.copy_(self._meetings.data(tensor.dtype, tensor.numel())[root])
 
@@ -494,12 +499,15 @@ class Mpi(Transport):
 
     def _exchange(self, gives: Sequence[Tensor], takes: Sequence[Tensor]) -> Steps:
         """Send each peer what is given to it, and receive what is taken from it."""
-        requests = []
+        requests: list[MPI.Request] = []
+        partners: list[Sequence[int]] = []
         for step in range(1, self.size):  # each rank begins with another one
             source, to = (self.rank - step) % self.size, (self.rank + step) % self.size
-            requests += self._wire.receive(takes[source], source, _DATA)
-            requests += self._wire.send(gives[to], to, _DATA)
-        yield from self._wire.finish(requests, gives, takes)
+            receives = self._wire.receive(takes[source], source, _DATA)
+            sends = self._wire.send(gives[to], to, _DATA)
+            requests += receives + sends
+            partners += [(source,)] * len(receives) + [(to,)] * len(sends)
+        yield from self._wire.finish_collective(requests, partners, gives, takes)
 
     def _exchange_unevenly(self, call: Call, gives: Sequence[Tensor], takes: Sequence[Tensor]) -> Steps:
         """Agree on who has how much for whom, and exchange that."""
@@ -543,48 +551,42 @@ class Mpi(Transport):
     def nudge(self) -> None:
         """Naps are short."""
 
-    def check_peers(self, needed: Sequence[int] | None) -> None:
+    def is_settled(self) -> bool:
+        return False  # what a rank has sent before it left may still be on its way
+
+    def check_peers(self, awaited: Sequence[int]) -> None:
         if self._is_closed:
             return
         self._notices.read()
-        seen = list(self._notices.seen.items())  # the first who left is why others did
-        left_before = time.monotonic() - _GRACE_S
-        num_gone = 0
-        for peer, notice in seen:
-            if needed is not None and peer not in needed:
-                continue
-            if notice.has_failed:
-                raise PeerError(
-                    f"{self._me()}: rank {self._ranks[peer]} failed, and takes part in this group no more:\n"
-                    f"{notice.words}"
-                )
-            if needed is None and self._is_under_way:
-                is_gone = notice.number < self._meetings.number
-            else:
-                is_gone = notice.seen < left_before
-                num_gone += is_gone
-                # Any other rank may send what anybody may send.
-                is_gone = is_gone and (needed is not None or num_gone == len(self._peers))
-            if is_gone:
-                raise PeerError(
-                    f"{self._me()}: rank {self._ranks[peer]} has left the group. All ranks must call collectives "
-                    "equally often before they end."
-                )
+        gone = [peer for peer in self._notices.seen if peer in awaited]  # who left first is why others did
+        if self._is_under_way:
+            gone = [peer for peer in gone if self._notices.seen[peer].num_done < self._meetings.number]
+        failed = [peer for peer in gone if self._notices.seen[peer].has_failed]
+        if not self._is_under_way and len(gone) < len(awaited):
+            gone = failed  # of several, any one may send what anybody may send
+        if not gone:
+            return
+        notice, name = self._notices.seen[gone[0]], f"rank {self._ranks[gone[0]]}"
+        if notice.has_failed:
+            raise PeerError(f"{self._me()}: {name} failed, and takes part in this group no more:\n{notice.words}")
+        raise PeerError(
+            f"{self._me()}: {name} has left the group. All ranks must call collectives equally often before they end."
+        )
 
     def absent(self) -> list[int]:
-        return [self._ranks[peer] for peer in self._meetings.absent()]
+        return self._wire.awaited()
 
     def give_up(self, reason: str) -> None:
-        self._notices.announce(self._meetings.number, has_failed=True, words=reason)
+        self._notices.announce(self._num_done(), has_failed=True, words=reason)
+
+    def depart(self, last_words: str) -> None:
+        self._notices.announce(self._num_done(), has_failed=bool(last_words), words=last_words)
 
     def close(self) -> None:
-        if self._is_closed:
+        if self._is_closed or MPI.Is_finalized():
             return
+        self.depart("It left in the middle of a collective or a message." if self._wire.is_torn else "")
         self._is_closed = True
-        words = _last_words()
-        if self._wire.is_torn and not words:
-            words = "It left in the middle of a collective or a message."
-        self._notices.announce(self._meetings.number, has_failed=bool(words), words=words)
         _leaving.append(self)
         _see_off()
 
@@ -597,16 +599,12 @@ class Mpi(Transport):
             self._comm.Free()
         return True
 
+    def _num_done(self) -> int:
+        """How many collectives this rank has finished. What is torn is the last one, or a message after it."""
+        return self._meetings.number - (self._is_under_way or self._wire.is_torn)
+
     def _me(self) -> str:
         return f"rank {self._ranks[self.rank]}"
-
-
-def _last_words() -> str:
-    """The exception that ends this process, if one does."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)  # set once an exception has ended the script
-    if error is None or isinstance(error, SystemExit):
-        return ""
-    return "".join(traceback.format_exception(error))
 
 
 # -- the beginning and the end of groups, and of MPI -----------------------------------------------------------------
@@ -720,10 +718,12 @@ def _end() -> None:
     """At exit, before mpi4py ends MPI: that waits for all ranks, so a rank that has failed must end them instead."""
     if os.getpid() != _pid or MPI.Is_finalized():
         return
+    error = getattr(sys, "last_value", None)  # set once an exception has ended the script
     for engine in list(_engines):
+        engine.depart("".join(traceback.format_exception(error)) if error is not None else "")
         engine.close()
     _remove_leftovers()
-    if getattr(sys, "last_value", None) is not None or any(thread.is_alive() for thread in _connecting):
+    if error is not None or any(thread.is_alive() for thread in _connecting):
         MPI._set_abort_status(1)  # what `python -m mpi4py` does: MPI_Abort in the place of MPI_Finalize
         return
     deadline = time.monotonic() + _LEAVING_S

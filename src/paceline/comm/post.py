@@ -367,6 +367,7 @@ class Post:
             return False
         incoming.start += _HELLO.size
         incoming.source, incoming.channel = source, channel
+        self.connect(channel, source)  # a way for its last words
         return True
 
     def _hang_up(self, incoming: _Incoming, sign: str) -> None:
@@ -420,10 +421,10 @@ class Post:
         self._is_announced = True
         text = words.encode()[-_WORDS_BYTES:]
         notice = _NOTICE.pack(has_failed, len(text)) + text
-        for incoming in self._incoming.values():
+        for incoming in list(self._incoming.values()):  # others may read meanwhile
             with contextlib.suppress(OSError):  # it is gone itself
                 incoming.connection.send(notice)
-        for outgoing in self._by_fd.values():  # those to whom nothing could be said see that nothing more comes
+        for outgoing in list(self._by_fd.values()):  # those to whom nothing could be said see that nothing more comes
             if has_failed or not outgoing.queue:
                 with contextlib.suppress(OSError):
                     outgoing.connection.shutdown(socket.SHUT_WR)
