@@ -26,7 +26,7 @@ from paceline.comm.signals import FINISHED, LAUNCHED
 from paceline.comm.transport import Call, Reduction, Steps
 from paceline.errors import CollectiveMismatchError
 
-_BLOCK_BYTES = 1 << 17
+_BLOCK_BYTES = 1 << 18
 _AVERAGE, _SUM = Reduction("avg"), Reduction("sum")
 _CALL = Call("average in shared memory")
 _MOST_COPIES = 4096

@@ -24,7 +24,7 @@ from paceline.parallel.channels import open_channels, retired_names
 from paceline.parallel.outputs import find_tensors
 from paceline.parallel.reducer import Reducer, collect_abandoned
 from paceline.parallel.registry import Registry
-from paceline.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES
+from paceline.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, SHARED_CAP_BYTES
 
 
 class DistributedDataParallel(Module):
@@ -99,7 +99,7 @@ class DistributedDataParallel(Module):
             )
         self._init_sync = init_sync
         self._init_sync_buffers = self._choose_buffers(broadcast_buffers, forward_sync_buffers)
-        self._caps = _choose_caps(bucket_cap_mb)
+        self._bucket_cap_mb = _check_cap(bucket_cap_mb)
         self.require_backward_grad_sync = True
         self._join_ranks()
         if (here := world.current()) is not None:
@@ -236,7 +236,8 @@ class DistributedDataParallel(Module):
         collect_abandoned(self.module.parameters())
         offers = self._registry.agree(group, extra=retired_names(group))
         channels = open_channels(group, self.device_type, offers, owner=self._registry)
-        self._reducer = Reducer(self._registry, channels, **self._caps)
+        caps = _choose_caps(self._bucket_cap_mb, is_shared=channels.averages is not None)
+        self._reducer = Reducer(self._registry, channels, **caps)
         self._reducer.sync = self._sync
         if self._init_sync:
             buffers = self._registry.buffers() if self._init_sync_buffers else []
@@ -322,10 +323,14 @@ def _choose_device(
     return [index], index if output_device is None else torch.cuda._utils._get_device_index(output_device, True)
 
 
-def _choose_caps(bucket_cap_mb: float | None) -> dict[str, int]:
-    if bucket_cap_mb is None:
-        return {"cap_bytes": CAP_BYTES, "first_cap_bytes": FIRST_CAP_BYTES}
-    if bucket_cap_mb < 0:
+def _check_cap(bucket_cap_mb: float | None) -> float | None:
+    if bucket_cap_mb is not None and bucket_cap_mb < 0:
         raise PlanError(f"bucket_cap_mb={bucket_cap_mb}: expected MiB, not less than 0.")
+    return bucket_cap_mb
+
+
+def _choose_caps(bucket_cap_mb: float | None, *, is_shared: bool) -> dict[str, int]:
+    if bucket_cap_mb is None:
+        return {"cap_bytes": SHARED_CAP_BYTES if is_shared else CAP_BYTES, "first_cap_bytes": FIRST_CAP_BYTES}
     cap_bytes = int(bucket_cap_mb * 1024 * 1024)
     return {"cap_bytes": cap_bytes, "first_cap_bytes": cap_bytes}
