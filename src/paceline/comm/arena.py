@@ -152,17 +152,18 @@ class Arena:
             self._fd = -1
 
 
-def open_arena(meeting: Meeting, deadline: float) -> Arena:
+def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int = _BUFFER_BYTES) -> Arena:
     """Make the arena, or map the one that the first rank has made. A collective call of the ranks of one host.
 
     Args:
         meeting: of these ranks; all have joined it.
+        buffer_bytes: of each of the buffers through which tensors stream, if there is as much memory.
     Raises:
         CommunicationError: the ranks do not share one host's memory, or it is short.
         RendezvousError, PeerError: some rank did not come.
     """
     _check_one_host(meeting)
-    arena = _make(meeting) if meeting.rank == 0 else _find(meeting, deadline)
+    arena = _make(meeting, buffer_bytes) if meeting.rank == 0 else _find(meeting, deadline)
     meeting.announce("mapped")
 
     def late(names: str) -> Exception:
@@ -188,14 +189,14 @@ def _check_one_host(meeting: Meeting) -> None:
             )
 
 
-def _make(meeting: Meeting) -> Arena:
+def _make(meeting: Meeting, buffer_bytes: int) -> Arena:
     """On the first rank: make the file, map it, and say where it is; or say why not."""
     size = meeting.world_size
     token = secrets.token_hex(_TOKEN_BYTES // 2)
     fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
     try:
         os.fchmod(fd, 0o600)
-        buffer_bytes, heap_bytes = _BUFFER_BYTES, _pages(psutil.virtual_memory().total)
+        heap_bytes = _pages(psutil.virtual_memory().total)
         while True:
             layout = Layout(size, buffer_bytes, buffer_bytes // NUM_MESSAGE_SLOTS, heap_bytes)
             os.ftruncate(fd, size * layout.part_bytes)

@@ -38,7 +38,9 @@ _SMALL_BYTES = 1 << 14  # what is sent with the call
 _VERDICT_BYTES = 4096  # of a buffer, before what is small
 _CALL_BYTES = 1024
 _AGREED, _DIFFERENT, _WAITING = range(3)
-_DEPTH = 4  # blocks on the wire
+# Blocks of this size keep a wire of 1 Gbit/s as busy as larger ones do; so do half as large ones, but not one of 10.
+BUFFER_BYTES = 1 << 20
+_DEPTH = 6  # blocks on the wire
 _GRACE_S = 0.2  # in which a rank's last words, and what it had sent before, should come
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-4, 5e-3
 

@@ -12,7 +12,7 @@ from paceline.comm.averages import Averages
 from paceline.comm.companion import make_companion
 from paceline.comm.engine import Engine
 from paceline.comm.group import CollectiveGroup
-from paceline.comm.hier import Hierarchical
+from paceline.comm.hier import BUFFER_BYTES, Hierarchical
 from paceline.comm.post import Post
 from paceline.comm.shm import SharedMemory
 from paceline.errors import RendezvousError
@@ -50,7 +50,7 @@ def make_hier(options: Any) -> CollectiveGroup:
     near = Meeting(members.index(rank), len(members), dist.PrefixStore(f"host of {members[0]}/", options.store))
     near.join(myself())
     near.await_all(deadline)
-    local = SharedMemory(open_arena(near, deadline), near.rank, [ranks[member] for member in members])
+    local = SharedMemory(open_arena(near, deadline, BUFFER_BYTES), near.rank, [ranks[member] for member in members])
 
     def late(names: str) -> Exception:
         return RendezvousError(f"rank {rank}: {names} did not say where to reach it before the deadline.")

@@ -6,17 +6,18 @@ Every collective begins with a meeting: each rank sends each other one a record 
 data where they are small. What is larger follows in messages of its own once all records are known to be alike.
 
 [Note: own sums] MPI leaves open in which order its reductions add, and whether all ranks get the same bits. So each
-rank is sent its share of all tensors, reduces it in the order of ranks, and all gather the shares. That takes less time
-than Open MPI's Iallreduce (two to eight ranks of one host), and knows the same types and operations as shared memory.
+rank is sent its share of all tensors, reduces it in the order of ranks, and all gather the shares. For large tensors on
+one host that takes less time than Open MPI's Iallreduce, and it knows the same types and operations as shared memory.
 
 [Note: progress] MPI gets on only while it is called, and wakes nobody. So waits poll, with naps that grow.
 
 The invariant: on a mismatch all ranks raise, none has written to a result, and the group goes on. A rank that leaves
-says so, and says how many collectives it has come to, so nobody waits for it in one that it has not come to.
+says so, and how many collectives it has finished, so nobody waits for it in one that it has not.
 """
 
 import atexit
 import contextlib
+import hashlib
 import os
 import pathlib
 import struct
@@ -61,6 +62,7 @@ _BLOCK_BYTES = 1 << 23  # of a tensor that is reduced at a time: what ranks send
 
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
 _LEAVING_S = 10.0  # for the other ranks to leave too, before MPI is ended
+_LAST_WORDS_S = 2.0  # for them to tell why this rank failed, before it ends them
 
 _P = ParamSpec("_P")
 
@@ -193,8 +195,7 @@ class _Meetings:
         if spelled is None:
             if len(self._spelled) > 1000:
                 self._spelled.clear()
-            text = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
-            spelled = b"\0".join((text, str(call).encode()))[: _CALL_BYTES - 1] + b"\0"
+            spelled = (_common(call) + str(call).encode())[: _CALL_BYTES - 1] + b"\0"
             self._spelled[call] = spelled
         start = self._rank * self._stride
         self._memory[start : start + len(spelled)] = spelled
@@ -207,7 +208,7 @@ class _Meetings:
 
     def _compare(self, call: Call) -> None:
         spelled = self._spelled[call]
-        length = spelled.find(b"\0") + 1
+        length = spelled.index(b"\0") + 1
         for peer in self._peers:
             start = peer * self._stride
             if self._memory[start : start + length].tobytes() != spelled[:length]:
@@ -216,6 +217,14 @@ class _Meetings:
                     f"rank {self._ranks[self._rank]} called {call}, but rank {self._ranks[peer]} called {theirs}. All "
                     "ranks must call the same collectives in the same order, with tensors of the same size and dtype."
                 )
+
+
+def _common(call: Call) -> bytes:
+    """What all ranks must have called alike."""
+    text = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
+    if len(text) > _CALL_BYTES // 2:  # it may list a size for each rank
+        text = text[: _CALL_BYTES // 4] + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
+    return text + b"\0"
 
 
 @dataclass(frozen=True)
@@ -250,7 +259,7 @@ class _Notices:
 
     def announce(self, num_done: int, *, has_failed: bool, words: str) -> None:
         """Tell all others that this rank takes part no more. The first time counts."""
-        if not self._text:
+        if not self._text and not MPI.Is_finalized():
             self._text = self._HEAD.pack(num_done, has_failed) + words.encode()[-_NOTICE_BYTES:]
             self._sends = [self._comm.Isend((self._text, MPI.BYTE), peer, _NOTICE) for peer in self._peers]
 
@@ -612,6 +621,7 @@ class Mpi(Transport):
 _pid = os.getpid()
 _engines: "weakref.WeakSet[Engine]" = weakref.WeakSet()
 _leaving: list[Mpi] = []  # whose peers have not all left yet
+_seeing_off = threading.Lock()
 _connecting: list[threading.Thread] = []  # that have taken too long
 
 
@@ -697,9 +707,11 @@ def _connect(ranks: list[int]) -> tuple[MPI.Intracomm, int]:
     """A communicator of these ranks alone, and how many of them are on this host."""
     world = MPI.COMM_WORLD
     if ranks:
-        group = world.Get_group().Incl(ranks)
-        comm = world.Create_group(group)
-        group.Free()
+        everyone = world.Get_group()
+        members = everyone.Incl(ranks)
+        comm = world.Create_group(members)
+        members.Free()
+        everyone.Free()
     else:
         comm = world.Dup()
     comm.Set_errhandler(MPI.ERRORS_RETURN)
@@ -711,7 +723,13 @@ def _connect(ranks: list[int]) -> tuple[MPI.Intracomm, int]:
 
 def _see_off() -> None:
     """Free what belonged to groups that all their ranks have left."""
-    _leaving[:] = [transport for transport in _leaving if not transport.try_to_free()]
+    if _seeing_off.acquire(blocking=False):  # a group that is garbage may end in the middle of this
+        try:
+            for transport in list(_leaving):
+                if transport.try_to_free():
+                    _leaving.remove(transport)
+        finally:
+            _seeing_off.release()
 
 
 def _end() -> None:
@@ -719,15 +737,14 @@ def _end() -> None:
     if os.getpid() != _pid or MPI.Is_finalized():
         return
     error = getattr(sys, "last_value", None)  # set once an exception has ended the script
-    for engine in list(_engines):
-        engine.depart("".join(traceback.format_exception(error)) if error is not None else "")
-        engine.close()
-    _remove_leftovers()
     if error is not None or any(thread.is_alive() for thread in _connecting):
-        MPI._set_abort_status(1)  # what `python -m mpi4py` does: MPI_Abort in the place of MPI_Finalize
-        return
-    deadline = time.monotonic() + _LEAVING_S
+        MPI._set_abort_status(1)  # as `python -m mpi4py` does: at the end, MPI_Abort in the place of MPI_Finalize
+    _remove_leftovers()
+    deadline = time.monotonic() + (_LEAVING_S if error is None else _LAST_WORDS_S)
     with contextlib.suppress(MPI.Exception):
+        for engine in list(_engines):
+            engine.depart("".join(traceback.format_exception(error)) if error is not None else "")
+            engine.close()
         while _leaving and time.monotonic() < deadline:
             _see_off()
             time.sleep(_LONGEST_NAP_S)
