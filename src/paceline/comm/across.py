@@ -35,6 +35,7 @@ class Across:
     """Starts sums over hosts of tensors of equal sizes, in the same order on all hosts.
 
     Args:
+        address: of this host, where the others reach it.
         find_gone: the error, if the ranks of this lane that are on other hosts are known to take part no more.
         mates: their names, for errors.
     """
@@ -44,6 +45,8 @@ class Across:
         store: dist.Store,
         host: int,
         num_hosts: int,
+        *,
+        address: str,
         timeout_s: float,
         find_gone: Callable[[], PeerError | None],
         mates: str,
@@ -52,7 +55,10 @@ class Across:
         self._mates = mates
         self._other = (host + 1) % num_hosts
         self._works: list[dist.Work] = []
-        self._group: Any = dist.ProcessGroupGloo(store, host, num_hosts, timeout=timedelta(seconds=timeout_s))
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+        options._timeout = timedelta(seconds=timeout_s)
+        self._group: Any = dist.ProcessGroupGloo(store, host, num_hosts, options)
         _all.add(self)
 
     def __call__(self, share: Tensor) -> dist.Work:

@@ -401,7 +401,7 @@ class Engine:
             who = "all ranks have come to it"
         return (
             f"{self.name_of_me}: {operation.call}, call number {operation.number} of this group, was not done after "
-            f"{operation.timeout_s:g} s: {who}. Look where the ranks are; a group may be given a longer timeout."
+            f"{operation.timeout_s:g} s, the timeout that it was given: {who}. Look where the ranks are."
         )
 
     def _resolve(self) -> None:

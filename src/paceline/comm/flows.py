@@ -1,7 +1,7 @@
 """What becomes of each block of a tensor on its way between the ranks of several hosts.
 
-Lane l joins the l-th rank of every host; a block is shared out among the lanes. All ranks of a host go together from one
-station to the next, where they meet in shared memory; only those with a lane talk to other hosts:
+Lane l joins the l-th rank of every host; a block is shared out among the lanes. All ranks of a host go together from
+one station to the next, where they meet in shared memory; only those with a lane talk to other hosts:
 
     give, meet, near                   all ranks of a host: write what one has, read what the others here have
     pack            ~~ wire ~~>        each lane: reduce or pick its share of that, and send it
@@ -10,6 +10,7 @@ station to the next, where they meet in shared memory; only those with a lane ta
 
 The invariant: what is on the wire, and when, follows from the call alone, so no rank is told what it gets.
 """
+# ruff: noqa: ARG002 - each station is given all that some collective needs there
 
 import math
 from collections.abc import Iterator, Sequence
@@ -120,7 +121,7 @@ class Reduce(Flow):
     ) -> None:
         super().__init__(site)
         self.dtype = tensor.dtype
-        self._blocks = [tensor] if tensor.numel() <= block_numel else tensor.split(block_numel)
+        self._blocks = _blocks_of(tensor, block_numel)
         self.num_blocks = len(self._blocks)
         self._reduction, self._size = reduction, size
         everybody = range(len(site.hosts))
@@ -199,7 +200,7 @@ class Broadcast(Flow):
     def __init__(self, site: Site, tensor: Tensor, block_numel: int, root: int) -> None:
         super().__init__(site)
         self.dtype = tensor.dtype
-        self._blocks = [tensor] if tensor.numel() <= block_numel else tensor.split(block_numel)
+        self._blocks = _blocks_of(tensor, block_numel)
         self.num_blocks = len(self._blocks)
         source, num_hosts = site.host_of(root), len(site.hosts)
         self.starts_here = site.host == source
@@ -421,6 +422,11 @@ class Sizes(Flow):
                         f"{self._kind}: rank {self._ranks[giver]} has {given} elements for rank {self._ranks[taker]}, "
                         f"which expects {taken}. Sizes must be the same on both sides."
                     )
+
+
+def _blocks_of(tensor: Tensor, numel: int) -> list[Tensor]:
+    """At least one."""
+    return [tensor[start : start + numel] for start in range(0, max(1, tensor.numel()), numel)]
 
 
 def sum_here(output: Tensor, parts: Sequence[Tensor], reduction: Reduction, size: int) -> None:

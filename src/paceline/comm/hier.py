@@ -1,11 +1,10 @@
 """The backend ``hier``: collectives among ranks of several hosts.
 
-Ranks of one host share memory; between hosts, each byte crosses the wire once. ``flows`` says what becomes of the blocks
-of a tensor, here they are kept going: several are on the wire while others pass through memory, so that the wire never
-waits for the memory.
+Ranks of one host share memory; between hosts, each byte crosses the wire once. ``flows`` says what becomes of the
+blocks of a tensor, here they are kept going: several are on the wire while others pass through memory.
 
 Every collective begins in the same way. The ranks of each host meet, and compare their calls; the first rank of each
-host, its *head*, tells the other heads what was called, and its host what it has heard. What is small is sent with that.
+host, its *head*, tells the other heads what was called, and its host what it has heard. What is small goes with that.
 
 [Note: the last meeting] Nobody may leave a collective, and then the group, while others of his host still need him, or
 need to be told by him of a failure elsewhere. So a collective ends with a meeting, after everything has been sent.
@@ -16,7 +15,7 @@ The invariant: as in shared memory, all ranks see a mismatch, none has written t
 import hashlib
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -28,21 +27,33 @@ from paceline.comm.messages import _DTYPES
 from paceline.comm.post import Gone, Parcel, Post, memory_of
 from paceline.comm.shm import SharedMemory
 from paceline.comm.transport import Call, Reduction, Steps, Transport
+from paceline.comm.wire import Wire
 from paceline.errors import CollectiveMismatchError, PeerError
 from paceline.rendezvous.peers import name_ranks
 
 _COLLECTIVES, _MESSAGES = range(2)  # channels
-_ABSENCE = -1  # the key of frames that tell whom a host waits for
 
-_SMALL_BYTES = 1 << 14  # what is sent with the call
-_VERDICT_BYTES = 4096  # of a buffer, before what is small
-_CALL_BYTES = 1024
-_AGREED, _DIFFERENT, _WAITING = range(3)
 # Blocks of this size keep a wire of 1 Gbit/s as busy as larger ones do; so do half as large ones, but not one of 10.
 BUFFER_BYTES = 1 << 20
 _DEPTH = 6  # blocks on the wire
+_SMALL_BYTES = 1 << 14  # what is sent with the call
+_CALL_BYTES = 1024
+_VERDICT_BYTES = 4096  # at the beginning of a buffer; what is small follows
+_AGREED, _DIFFERENT, _WAITING = range(3)  # the first of them
+
 _GRACE_S = 0.2  # in which a rank's last words, and what it had sent before, should come
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 5e-4, 5e-3
+_MOST_REMEMBERED = 512  # calls that come again
+
+
+@dataclass
+class _Block:
+    """A block that is on the wire."""
+
+    sent: list[Parcel] = field(default_factory=list)
+    came: list[Parcel] = field(default_factory=list)
+    arrived: Sends = field(default_factory=dict)
+    in_turn: Sends = field(default_factory=dict)
 
 
 class Hierarchical(Transport):
@@ -54,7 +65,7 @@ class Hierarchical(Transport):
         ranks: the global rank of each rank in the group, for errors.
 
     Attributes:
-        num_lanes: how many ranks of each host talk to those of the other hosts: the first ones.
+        num_lanes: how many ranks of each host, the first ones, talk to those of the other hosts.
     """
 
     name = "hier"
@@ -66,30 +77,31 @@ class Hierarchical(Transport):
         self.local = local
         self.num_local = local.size
         self.num_lanes = min(map(len, hosts))
-        self._ranks = ranks
-        self._post = post
         host = next(index for index, members in enumerate(hosts) if rank in members)
         self._site = Site(tuple(map(tuple, hosts)), host, local.rank, self.num_lanes)
         self._at_once = replace(self._site, num_lanes=1, at_once=True)
         self._members = self._site.hosts[host]
         self._far = [peer for peer in range(self.size) if peer not in self._members]
+        self._ranks = ranks
         self._is_head = local.rank == 0
+        self._is_lane = local.rank < self.num_lanes
+        self._post = post
+        self._wire = Wire(post, _COLLECTIVES, self._hear_of_absent)
+        self._across: Across | None = None
         self._number = 0  # of the collective
-        self._expected: dict[tuple[int, int], Parcel] = {}  # by source and key
-        self._num_near = self._num_far = 0  # who waits for ranks of this host, and who for others alone
+        self._spelled: dict[Call, tuple[bytes, bytes]] = {}  # what all must have in common, and all of it
+        self._num_near = self._num_far = 0  # waits for ranks of this host, and waits for others alone
         self._awaited: list[Parcel] = []  # of the collective
         self._is_beginning = False  # whether not all hosts are known to have come to the collective
         self._is_judging = False  # whether this rank waits until they are
         self._verdict_at = 0  # where in memory a head writes what it has heard
         self._called: set[int] = set()  # the hosts whose heads have told what they have called
-        self._told_absent: dict[int, tuple[int, memoryview]] = {}  # by host, with the collective's number
+        self._told_absent: dict[int, tuple[int, list[int]]] = {}  # by host: a collective's number and who is late
         self._own_absent: tuple[int, list[int]] = (0, [])  # what this head has told
         self._is_late = False
-        self._across: Across | None = None
         local._messages._ranks = [*local.ranks, *ranks]  # messages from far count on from those of this host
-        post.open(_COLLECTIVES, self._place, self._arrived)
         post.open(_MESSAGES, self._place_message, self._message_arrived)
-        if local.rank < self.num_lanes:
+        if self._is_lane:
             for other in self._site.others:
                 post.connect(_COLLECTIVES, hosts[other][local.rank])
 
@@ -129,7 +141,7 @@ class Hierarchical(Transport):
         return self._exchange(call, outputs, inputs)
 
     def barrier(self, call: Call) -> Steps:
-        return self._run(call, Flow(self._route(0)))
+        return self._run(call, Flow(self._at_once))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -138,8 +150,8 @@ class Hierarchical(Transport):
             yield from self.local.send(tensor, self._members.index(to), tag)
             return
         parcel = self._post.send(_MESSAGES, to, tag, memory_of(tensor), _DTYPES.index(tensor.dtype))
+        self._num_far += 1
         try:
-            self._num_far += 1
             while not parcel.is_done:
                 yield
         finally:
@@ -147,22 +159,35 @@ class Hierarchical(Transport):
             self._post.withdraw(_MESSAGES, parcel)
 
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Generator[None, None, int]:
+        """Messages from far are put where those of this host are, and found there."""
         is_far = source is not None and source not in self._members
-        code = None if source is None else self.local.size + source if is_far else self._members.index(source)
-        steps = self.local.receive(tensor, code, tag)
-        self._count(is_far, 1)
+        place = None if source is None else self.local.size + source if is_far else self._members.index(source)
+        steps = self.local.receive(tensor, place, tag)
+        self._num_far, self._num_near = self._num_far + is_far, self._num_near + (not is_far)
         try:
-            next(steps)  # and with that, it can be found
+            next(steps)  # with that, it can be found
             self._post.resume(_MESSAGES)
             while True:
                 next(steps)
                 yield
         except StopIteration as end:
-            index = int(end.value)
-            return self._members[index] if index < self.local.size else index - self.local.size
+            place = int(end.value)
+            return self._members[place] if place < self.local.size else place - self.local.size
         finally:
             steps.close()
-            self._count(is_far, -1)
+            self._num_far, self._num_near = self._num_far - is_far, self._num_near - (not is_far)
+
+    def _place_message(self, source: int, tag: int, num_bytes: int, extra: int) -> memoryview | None:
+        """Where a message goes; while nobody waits for any, the sender must wait."""
+        messages = self.local._messages
+        if not messages._requests:
+            return None
+        message = messages._begin(self.local.size + source, tag, num_bytes, _DTYPES[extra])
+        return memory_of(message.memory) or memoryview(b"")
+
+    def _message_arrived(self, source: int, _: int) -> None:
+        message = self.local._messages._arriving.pop(self.local.size + source)
+        message.num_arrived = message.num_bytes
 
     # -- waiting -------------------------------------------------------------------------------------------------
 
@@ -181,7 +206,7 @@ class Hierarchical(Transport):
         if self._num_far and not self._num_near:
             self._post.sleep(min(timeout_s, _LONGEST_NAP_S))
             return False
-        if self._num_far or self._expected or self._post.num_unsent:  # one cannot sleep on both
+        if self._num_far or self._wire.is_expecting or self._post.num_unsent:  # one cannot sleep on both
             quiet_s = time.monotonic() - self._post.last_news
             timeout_s = min(timeout_s, max(_SHORTEST_NAP_S, min(quiet_s / 4, _LONGEST_NAP_S)))
         return self.local.pause(timeout_s)
@@ -191,28 +216,6 @@ class Hierarchical(Transport):
 
     def nudge(self) -> None:
         self.local.nudge()
-
-    def check_peers(self, awaited: Sequence[int]) -> None:
-        near = [self._members.index(peer) for peer in awaited if peer in self._members]
-        # While the heads compare calls, their hosts wait for them, though others are late.
-        self.local.check_peers([*near, *self.local.absent()] if self._is_judging else near)
-        # Before the heads have spoken, everybody is awaited, though not everybody is known to be missing.
-        for peer in self._far if self._is_beginning else awaited:
-            gone = self._post.gone.get(peer)
-            if gone is not None and self._is_in_vain(gone):
-                raise self._peer_error(peer, gone)
-        self._is_late = True
-
-    def absent(self) -> list[int]:
-        if not self._is_judging:
-            if self._awaited:
-                return [parcel.peer for parcel in self._awaited if not parcel.is_done]
-            return [self._members[index] for index in self.local.absent()]
-        if self._is_head:
-            return self._absent_elsewhere()
-        text = bytes(self.local.arena.memory[self._verdict_at : self._verdict_at + _VERDICT_BYTES])
-        told = text[1:].split(b"\0")[0].decode(errors="replace").split(",") if text[0] == _WAITING else []
-        return [int(rank) for rank in told if rank.isdigit()] or [self._members[0]]
 
     def give_up(self, reason: str) -> None:
         self.local.give_up(reason)
@@ -230,7 +233,6 @@ class Hierarchical(Transport):
         self._post.close()
         if self._across is not None:
             self._across.close()
-            self._across = None
 
     # -- for averages --------------------------------------------------------------------------------------------
 
@@ -238,20 +240,25 @@ class Hierarchical(Transport):
         """What starts sums over the hosts on this rank's lane. A collective call, once for a group.
 
         Args:
-            store: of this group alone.
+            store: for this alone.
         """
-        if self._site.me >= self.num_lanes:
+        if not self._is_lane:
             return _refuse
-        if self._across is None:
-            mates = [self._site.hosts[host][self._site.me] for host in self._site.others]
+        mates = [self._site.hosts[host][self._site.me] for host in self._site.others]
 
-            def find_gone() -> PeerError | None:
-                told = [(mate, self._post.gone[mate]) for mate in mates if mate in self._post.gone]
-                return next((self._peer_error(mate, gone) for mate, gone in told if self._is_in_vain(gone)), None)
+        def find_gone() -> PeerError | None:
+            told = [self._post.gone[mate] for mate in mates if mate in self._post.gone]
+            return next((self._peer_error(gone) for gone in told if self._is_in_vain(gone)), None)
 
-            names = name_ranks([self._ranks[mate] for mate in mates])
-            store = dist.PrefixStore(f"lane {self._site.me}/", store)
-            self._across = Across(store, self._site.host, len(self._site.hosts), timeout_s, find_gone, names)
+        self._across = Across(
+            dist.PrefixStore(f"lane {self._site.me}/", store),
+            self._site.host,
+            len(self._site.hosts),
+            address=self._post.address,
+            timeout_s=timeout_s,
+            find_gone=find_gone,
+            mates=name_ranks([self._ranks[mate] for mate in mates]),
+        )
         return self._across
 
     # -- how a collective runs -----------------------------------------------------------------------------------
@@ -266,198 +273,61 @@ class Hierarchical(Transport):
         parts = yield from self._agree(call, flow)
         if flow.site.at_once:
             return
-        is_lane = self._site.me < self.num_lanes
-        sent: dict[int, list[Parcel]] = {}
-        came: dict[int, dict[int, Parcel]] = {}
-        turned: dict[int, dict[int, Parcel]] = {}
+        me, blocks = self._site.me, [_Block() for _ in range(flow.num_blocks)]
         for step in range(flow.num_blocks + _DEPTH):
             if step < flow.num_blocks:
                 if step and flow.starts_here:
-                    parts = self._next_parts(flow.dtype)
-                    flow.give(step, parts[self._site.me])
-                    yield from self._near(self.local._meet(None))
+                    parts = self.local._next_buffer(flow.dtype)
+                    flow.give(step, parts[me])
+                    yield from self._meet()
                 if flow.starts_here:
                     flow.near(step, parts)
-                if is_lane:
-                    came[step] = self._expect_all(step, flow.expects(step), flow.dtype)
-                    sends = flow.pack(step, parts) if flow.starts_here else {}
-                    sent[step] = self._send_all(step, sends)
+                if self._is_lane:
+                    block = blocks[step]
+                    block.arrived = self._expect(step, block, flow.expects(step), flow.dtype)
+                    if flow.starts_here:
+                        self._send(step, block, flow.pack(step, parts))
             turning = step - _DEPTH // 2
-            if flow.turns and is_lane and 0 <= turning < flow.num_blocks:
-                yield from self._await(came[turning].values())
-                turned[turning] = self._expect_all(turning, flow.expects_in_turn(turning), flow.dtype)
-                sends = flow.turn(turning, _opened(came[turning], flow.dtype))
-                sent[turning] += self._send_all(turning, sends)
+            if flow.turns and self._is_lane and 0 <= turning < flow.num_blocks:
+                block = blocks[turning]
+                yield from self._await(block.came)
+                block.in_turn = self._expect(turning, block, flow.expects_in_turn(turning), flow.dtype)
+                self._send(turning, block, flow.turn(turning, block.arrived))
             last = step - _DEPTH
-            if last < 0 or last >= flow.num_blocks:
-                continue
-            arrived, in_turn = came.pop(last, {}), turned.pop(last, {})
-            yield from self._await([*arrived.values(), *in_turn.values()])
-            yield from self._await(sent.pop(last, []))
-            if flow.comes_here:
-                parts = self._next_parts(flow.dtype)
-                if is_lane:
-                    opened = _opened(arrived, flow.dtype), _opened(in_turn, flow.dtype)
-                    flow.unpack(last, *opened, parts[self._site.me])
-                yield from self._near(self.local._meet(None))
-                flow.take(last, parts)
+            if 0 <= last < flow.num_blocks:
+                block, blocks[last] = blocks[last], _Block()
+                yield from self._await([*block.came, *block.sent])
+                if flow.comes_here:
+                    parts = self.local._next_buffer(flow.dtype)
+                    if self._is_lane:
+                        flow.unpack(last, block.arrived, block.in_turn, parts[me])
+                    yield from self._meet()
+                    flow.take(last, parts)
         if not flow.comes_here:  # [Note: the last meeting]
-            self._next_parts(flow.dtype)
-            yield from self._near(self.local._meet(None))
+            self.local._next_buffer(flow.dtype)
+            yield from self._meet()
 
-    def _agree(self, call: Call, flow: Flow) -> Generator[None, None, Sequence[Tensor]]:
-        """Meet with all ranks, and compare what was called; do what can be done at once.
+    def _send(self, number: int, block: _Block, sends: Sends) -> None:
+        to = [(self._site.hosts[host][self._site.me], tensor) for host, tensor in sends.items()]
+        block.sent += self._wire.send_all(self._number, 1 + number, to)
 
-        Returns:
-            The memory that holds what the ranks of this host give of the first block.
-        Raises:
-            CollectiveMismatchError: on all ranks.
-        """
-        self._number += 1
-        self._is_beginning = True
-        parts = self._next_parts(flow.dtype)
-        flow.give(0, parts[self._site.me])
-        mismatch = None
-        try:
-            yield from self._near(self.local._meet(call))
-        except CollectiveMismatchError as error:
-            mismatch = error
-        rooms = self._next_parts(torch.uint8)
-        if mismatch and not self._is_head:  # the head tells the others first
-            self._is_beginning = False
-            raise mismatch
-        layout, memory = self.local.arena.layout, self.local.arena.memory
-        self._verdict_at = layout.start(0) + layout.stream + self.local._buffer * layout.buffer_bytes
-        self._is_judging = True
-        try:
-            if self._is_head:
-                memory[self._verdict_at] = _WAITING
-                memory[self._verdict_at + 1] = 0
-                yield from self._judge(call, flow, mismatch, parts, rooms[0])
-                self._is_judging = self._is_beginning = False
-            yield from self._near(self.local._meet(None))
-        finally:
-            self._is_judging = self._is_beginning = False
-        if memory[self._verdict_at] != _AGREED:
-            text = bytes(memory[self._verdict_at + 1 : self._verdict_at + _VERDICT_BYTES])
-            raise CollectiveMismatchError(text.split(b"\0")[0].decode(errors="replace"))
-        if flow.site.at_once:
-            flow.near(0, parts)
-            if flow.comes_here:
-                flow.take(0, [rooms[0][_VERDICT_BYTES:].view(flow.dtype)])
-        return parts
-
-    def _judge(
-        self, call: Call, flow: Flow, mismatch: CollectiveMismatchError | None, parts: Sequence[Tensor], room: Tensor
-    ) -> Steps:
-        """On a head: tell the others what was called here, and write for this host how it compares."""
-        common = _common(call)
-        text = (b"\0" + str(mismatch).encode() if mismatch else common + str(call).encode())[:_CALL_BYTES]
-        text = text.ljust(-(-len(text) // 64) * 64, b"\0")  # what follows is aligned
-        sends = flow.pack(0, parts) if flow.site.at_once and mismatch is None else {}
-        sent, came = [], {}
-        self._called = set()
-        for host in self._site.others:
-            head = self._site.hosts[host][0]
-            frame = b"".join((text, memory_of(sends[host]) or b"")) if host in sends else text
-            came[host] = self._expect(head, self._key(0), None)
-            sent.append(self._post.send(_COLLECTIVES, head, self._key(0), memoryview(frame), len(text)))
-        for host, parcel in came.items():
-            yield from self._await([parcel])
-            self._called.add(host)
-            self.local.arena.memory[self._verdict_at + 1] = 0
-        yield from self._await(sent)
-        if mismatch:
-            raise mismatch
-        verdict, arrived = "", {}
-        for host, parcel in came.items():
-            assert parcel.memory is not None
-            theirs = bytes(parcel.memory[: parcel.extra])
-            if theirs.startswith(common):
-                if len(parcel.memory) > parcel.extra:
-                    arrived[host] = torch.frombuffer(parcel.memory, dtype=torch.uint8)[parcel.extra :].view(flow.dtype)
-                continue
-            what = theirs.split(b"\0")[1].decode(errors="replace")
-            me, other = self._ranks[self.rank], self._ranks[parcel.peer]
-            verdict = verdict or (
-                what
-                if theirs[0] == 0
-                else f"rank {me} called {call}, but rank {other} called {what}. All ranks must call the same collectives "
-                "in the same order, with tensors of the same size and dtype."
-            )
-        if not verdict and flow.site.at_once and flow.comes_here:
-            try:
-                flow.unpack(0, arrived, {}, room[_VERDICT_BYTES:].view(flow.dtype))
-            except CollectiveMismatchError as error:
-                verdict = str(error)
-        encoded = verdict.encode()[: _VERDICT_BYTES - 2] + b"\0"
-        memory = self.local.arena.memory
-        memory[self._verdict_at + 1 : self._verdict_at + 1 + len(encoded)] = encoded
-        memory[self._verdict_at] = _DIFFERENT if verdict else _AGREED
+    def _expect(self, number: int, block: _Block, numels: dict[int, int], dtype: torch.dtype) -> Sends:
+        """What is to come, by host."""
+        rooms = {host: torch.empty(numel, dtype=dtype) for host, numel in numels.items() if numel}
+        sources = [(self._site.hosts[host][self._site.me], room) for host, room in rooms.items()]
+        block.came += self._wire.expect_all(self._number, 1 + number, sources)
+        return rooms
 
     def _exchange(self, call: Call, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> Steps:
         """From each rank to each, straight from its memory: between hosts there is nothing to be saved."""
         yield from self._agree(call, Sizes(self._at_once, call.kind, gives, takes, self._ranks))
-        came = [self._expect(peer, self._key(1), memory_of(takes[peer])) for peer in self._far if takes[peer].numel()]
-        sent = [
-            self._post.send(_COLLECTIVES, peer, self._key(1), memory_of(gives[peer]))
-            for peer in self._far
-            if gives[peer].numel()
-        ]
+        came = self._wire.expect_all(self._number, 1, [(peer, takes[peer]) for peer in self._far])
+        sent = self._wire.send_all(self._number, 1, [(peer, gives[peer]) for peer in self._far])
         near = [[tensors[peer] for peer in self._members] for tensors in (takes, gives)]
         yield from self._near(self.local.all_to_all(call, *near))
-        yield from self._await(came)
-        yield from self._await(sent)
-        self._next_parts(torch.uint8)  # [Note: the last meeting]
-        yield from self._near(self.local._meet(None))
-
-    # -- between hosts -------------------------------------------------------------------------------------------
-
-    def _key(self, index: int) -> int:
-        """The name of a frame of this collective."""
-        return self._number << 32 | index
-
-    def _send_all(self, block: int, sends: Sends) -> list[Parcel]:
-        me = self._site.me
-        return [
-            self._post.send(_COLLECTIVES, self._site.hosts[host][me], self._key(1 + block), memory_of(tensor))
-            for host, tensor in sends.items()
-            if tensor.numel()
-        ]
-
-    def _expect_all(self, block: int, numels: dict[int, int], dtype: torch.dtype) -> dict[int, Parcel]:
-        me = self._site.me
-        return {
-            host: self._expect(
-                self._site.hosts[host][me], self._key(1 + block), memory_of(torch.empty(numel, dtype=dtype))
-            )
-            for host, numel in numels.items()
-            if numel
-        }
-
-    def _expect(self, source: int, key: int, memory: memoryview | None) -> Parcel:
-        """A frame to come; without ``memory``, of any size."""
-        parcel = Parcel(source, memory)
-        self._expected[source, key] = parcel
-        self._post.resume(_COLLECTIVES, source)
-        return parcel
-
-    def _place(self, source: int, key: int, num_bytes: int, extra: int) -> memoryview | None:
-        if key == _ABSENCE:
-            memory = memoryview(bytearray(num_bytes))
-            self._told_absent[self._site.host_of(source)] = extra, memory.cast("q")
-            return memory
-        parcel = self._expected.get((source, key))
-        if parcel is None:
-            return None
-        if parcel.memory is None:
-            parcel.memory, parcel.extra = memoryview(bytearray(num_bytes)), extra
-        assert len(parcel.memory) == num_bytes
-        return parcel.memory
-
-    def _arrived(self, source: int, key: int) -> None:
-        if key != _ABSENCE:
-            self._expected.pop((source, key)).is_done = True
+        yield from self._await([*came, *sent])
+        self.local._next_buffer(torch.uint8)  # [Note: the last meeting]
+        yield from self._meet()
 
     def _await(self, parcels: Iterable[Parcel]) -> Steps:
         """Wait until they have come, or been sent."""
@@ -473,43 +343,8 @@ class Hierarchical(Transport):
             self._num_far -= 1
             self._awaited = []
 
-    def _is_in_vain(self, gone: Gone) -> bool:
-        """Whether to wait for a rank that is gone, or for what it had sent before."""
-        if time.monotonic() - gone.since < _GRACE_S:
-            return False
-        return gone.has_failed or bool(gone.words) or not self._post.may_come(gone.rank)
-
-    def _peer_error(self, peer: int, gone: Gone) -> PeerError:
-        members = self._site.hosts[self._site.host_of(peer)]
-        me, name = f"rank {self._ranks[self.rank]}", f"rank {self._ranks[peer]}"
-        if gone.has_failed or gone.words:
-            return PeerError(f"{me}: {name} failed, and takes part in this group no more:\n{gone.words}")
-        if gone.has_spoken:
-            return PeerError(
-                f"{me}: {name} has left the group. All ranks must call collectives equally often before they end."
-            )
-        others = [self._ranks[member] for member in members if member != peer]
-        where = f"on the host of {name_ranks(others)}" if others else "on another host"
-        return PeerError(
-            f"{me}: {name}, {where}, has ended without a word or cannot be reached any more ({gone.sign}). Its own output "
-            "may say why. If it runs still, set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts."
-        )
-
-    # -- between two ranks ---------------------------------------------------------------------------------------
-
-    def _place_message(self, source: int, tag: int, num_bytes: int, extra: int) -> memoryview | None:
-        """Where a message goes; while nobody waits for any, the sender must."""
-        messages = self.local._messages
-        if not messages._requests:
-            return None
-        message = messages._begin(self.local.size + source, tag, num_bytes, _DTYPES[extra])
-        return memory_of(message.memory) or memoryview(b"")
-
-    def _message_arrived(self, source: int, _: int) -> None:
-        message = self.local._messages._arriving.pop(self.local.size + source)
-        message.num_arrived = message.num_bytes
-
-    # -- who waits for whom --------------------------------------------------------------------------------------
+    def _meet(self, call: Call | None = None) -> Steps:
+        return self._near(self.local._meet(call))
 
     def _near(self, steps: Steps) -> Steps:
         """Steps that wait for ranks of this host."""
@@ -519,22 +354,151 @@ class Hierarchical(Transport):
         finally:
             self._num_near -= 1
 
-    def _count(self, is_far: bool, change: int) -> None:
-        if is_far:
-            self._num_far += change
-        else:
-            self._num_near += change
+    # -- how it begins -------------------------------------------------------------------------------------------
 
-    def _next_parts(self, dtype: torch.dtype) -> list[Tensor]:
-        return self.local._next_buffer(dtype)
+    def _agree(self, call: Call, flow: Flow) -> Generator[None, None, Sequence[Tensor]]:
+        """Meet with all ranks, and compare what was called; do all of it that can be done at once.
+
+        Returns:
+            The memory that holds what the ranks of this host give of the first block.
+        Raises:
+            CollectiveMismatchError: on all ranks.
+        """
+        self._number += 1
+        self._is_beginning = True
+        parts = self.local._next_buffer(flow.dtype)
+        flow.give(0, parts[self._site.me])
+        mismatch = None
+        try:
+            yield from self._meet(call)
+        except CollectiveMismatchError as error:
+            mismatch = error
+        room, *_ = self.local._next_buffer(torch.uint8)
+        if mismatch is not None and not self._is_head:  # the head tells the others first
+            self._is_beginning = False
+            raise mismatch
+        layout, memory = self.local.arena.layout, self.local.arena.memory
+        self._verdict_at = layout.start(0) + layout.stream + self.local._buffer * layout.buffer_bytes
+        self._is_judging = True
+        try:
+            if self._is_head:
+                memory[self._verdict_at] = _WAITING
+                memory[self._verdict_at + 1] = 0
+                yield from self._judge(call, flow, mismatch, parts, room)
+                self._is_judging = self._is_beginning = False
+            yield from self._meet()
+        finally:
+            self._is_judging = self._is_beginning = False
+        if memory[self._verdict_at] != _AGREED:
+            raise CollectiveMismatchError(self._read_verdict())
+        if flow.site.at_once:
+            flow.near(0, parts)
+            if flow.comes_here:
+                flow.take(0, [room[_VERDICT_BYTES:].view(flow.dtype)])
+        return parts
+
+    def _judge(
+        self, call: Call, flow: Flow, mismatch: CollectiveMismatchError | None, parts: Sequence[Tensor], room: Tensor
+    ) -> Steps:
+        """On a head: tell the others what was called here, and write down for this host how that compares.
+
+        Args:
+            mismatch: what is wrong on this host already.
+            room: for that, and for what has come with the calls.
+        """
+        common, text = self._spell(call) if mismatch is None else (b"", _padded(b"\0" + str(mismatch).encode()))
+        sends = flow.pack(0, parts) if flow.site.at_once and mismatch is None else {}
+        sent, came = [], {}
+        self._called = set()
+        for host in self._site.others:
+            head = self._site.hosts[host][0]
+            frame = b"".join((text, memory_of(sends[host]) or b"")) if host in sends else text
+            came[host] = self._wire.expect(head, self._number, 0)
+            sent.append(self._wire.send(head, self._number, 0, memoryview(frame), len(text)))
+        for host, parcel in came.items():
+            yield from self._await([parcel])
+            self._called.add(host)
+            self._write_verdict(_WAITING, "")
+        yield from self._await(sent)
+        if mismatch is not None:
+            raise mismatch
+        verdict, arrived = "", {}
+        for host, parcel in came.items():
+            assert parcel.memory is not None
+            theirs = bytes(parcel.memory[: parcel.extra])
+            if not theirs.startswith(common):
+                verdict = verdict or self._compare(call, parcel.peer, theirs)
+            elif len(parcel.memory) > parcel.extra:
+                arrived[host] = torch.frombuffer(parcel.memory, dtype=torch.uint8)[parcel.extra :].view(flow.dtype)
+        if not verdict and flow.site.at_once and flow.comes_here:
+            try:
+                flow.unpack(0, arrived, {}, room[_VERDICT_BYTES:].view(flow.dtype))
+            except CollectiveMismatchError as error:
+                verdict = str(error)
+        self._write_verdict(_DIFFERENT if verdict else _AGREED, verdict)
+
+    def _spell(self, call: Call) -> tuple[bytes, bytes]:
+        spelled = self._spelled.get(call)
+        if spelled is None:
+            if len(self._spelled) >= _MOST_REMEMBERED:
+                self._spelled.clear()
+            common = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
+            if len(common) > _CALL_BYTES // 2:  # it may list a size for each rank
+                common = common[: _CALL_BYTES // 4] + hashlib.blake2b(common, digest_size=16).hexdigest().encode()
+            common += b"\0"
+            spelled = self._spelled[call] = common, _padded(common + str(call).encode())
+        return spelled
+
+    def _compare(self, call: Call, peer: int, theirs: bytes) -> str:
+        """What is wrong, where ``peer`` has called something else, or knows already that something is wrong."""
+        head, what = (text.decode(errors="replace") for text in theirs.split(b"\0")[:2])
+        if not head:
+            return what
+        return (
+            f"rank {self._ranks[self.rank]} called {call}, but rank {self._ranks[peer]} called {what}. All ranks must "
+            "call the same collectives in the same order, with tensors of the same size and dtype."
+        )
+
+    def _write_verdict(self, verdict: int, text: str) -> None:
+        memory, start = self.local.arena.memory, self._verdict_at + 1
+        encoded = text.encode()[: _VERDICT_BYTES - 2] + b"\0"
+        memory[start : start + len(encoded)] = encoded
+        memory[self._verdict_at] = verdict
+
+    def _read_verdict(self) -> str:
+        memory = self.local.arena.memory[self._verdict_at + 1 : self._verdict_at + _VERDICT_BYTES]
+        return bytes(memory).split(b"\0")[0].decode(errors="replace")
+
+    # -- who is missing ------------------------------------------------------------------------------------------
+
+    def check_peers(self, awaited: Sequence[int]) -> None:
+        near = [self._members.index(peer) for peer in awaited if peer in self._members]
+        # While heads wait for others, their hosts wait for them.
+        self.local.check_peers([*near, *self.local.absent()] if self._is_judging else near)
+        # Before the heads have spoken, everybody is needed, though not everybody is known to be missing.
+        for peer in self._far if self._is_beginning else awaited:
+            gone = self._post.gone.get(peer)
+            if gone is not None and self._is_in_vain(gone):
+                raise self._peer_error(gone)
+        self._is_late = True
+
+    def absent(self) -> list[int]:
+        if self._is_judging and self._is_head:
+            return self._absent_elsewhere()
+        if self._is_judging:
+            told = self._read_verdict() if self.local.arena.memory[self._verdict_at] == _WAITING else ""
+            return [int(rank) for rank in told.split(",") if rank.isdigit()] or [self._members[0]]
+        if self._awaited:
+            return [parcel.peer for parcel in self._awaited if not parcel.is_done]
+        return [self._members[place] for place in self.local.absent()]
 
     def _absent_elsewhere(self) -> list[int]:
         """On a head that waits for others: which ranks have not come, as far as their hosts have told."""
         absent: list[int] = []
         for host in self._site.others:
             if host not in self._called:
-                number, ranks = self._told_absent.get(host, (0, memoryview(b"")))
-                absent += ranks.tolist() if number == self._number and len(ranks) else self._site.hosts[host]
+                number, told = self._told_absent.get(host, (0, []))
+                absent += told if number == self._number else self._site.hosts[host]
         return absent
 
     def _tell_absent(self) -> None:
@@ -542,34 +506,45 @@ class Hierarchical(Transport):
         if not self._is_head or not self._is_beginning:
             return
         if self._is_judging:
-            text = ",".join(map(str, self._absent_elsewhere())).encode()[: _VERDICT_BYTES - 2] + b"\0"
-            self.local.arena.memory[self._verdict_at + 1 : self._verdict_at + 1 + len(text)] = text
+            self._write_verdict(_WAITING, ",".join(map(str, self._absent_elsewhere())))
             return
         mine = self._number, self.absent()
         if mine[1] and mine != self._own_absent:
             self._own_absent = mine
             for host in self._site.others:
-                self._post.send(
-                    _COLLECTIVES, self._site.hosts[host][0], _ABSENCE, memory_of(torch.tensor(mine[1])), self._number
-                )
+                self._wire.note(self._site.hosts[host][0], *mine)
+
+    def _hear_of_absent(self, source: int, number: int, ranks: list[int]) -> None:
+        self._told_absent[self._site.host_of(source)] = number, ranks
+
+    def _is_in_vain(self, gone: Gone) -> bool:
+        """Whether to wait for a rank that is gone, or for what it had sent before."""
+        if time.monotonic() - gone.since < _GRACE_S:
+            return False
+        return gone.has_failed or bool(gone.words) or not self._post.may_come(gone.rank)
+
+    def _peer_error(self, gone: Gone) -> PeerError:
+        me, name = f"rank {self._ranks[self.rank]}", f"rank {self._ranks[gone.rank]}"
+        if gone.has_failed or gone.words:
+            return PeerError(f"{me}: {name} failed, and takes part in this group no more:\n{gone.words}")
+        if gone.has_spoken:
+            return PeerError(
+                f"{me}: {name} has left the group. All ranks must call collectives equally often before they end."
+            )
+        members = self._site.hosts[self._site.host_of(gone.rank)]
+        others = [self._ranks[member] for member in members if member != gone.rank]
+        where = f"on the host of {name_ranks(others)}" if others else "on another host"
+        return PeerError(
+            f"{me}: {name}, {where}, has ended without a word or cannot be reached any more ({gone.sign}). Its own "
+            "output may say why. If it still runs, set GLOO_SOCKET_IFNAME to the interface that leads to other hosts."
+        )
+
+
+def _padded(text: bytes) -> bytes:
+    """No longer than a call may be; what follows it is aligned."""
+    text = text[:_CALL_BYTES]
+    return text.ljust(-(-len(text) // 64) * 64, b"\0")
 
 
 def _refuse(share: Tensor) -> dist.Work:
-    raise AssertionError("this rank has no lane, and so no share")
-
-
-def _common(call: Call) -> bytes:
-    """What all ranks must have called alike."""
-    text = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
-    if len(text) > _CALL_BYTES // 2:  # it may list a size for each rank
-        text = text[: _CALL_BYTES // 4] + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
-    return text + b"\0"
-
-
-def _opened(parcels: dict[int, Parcel], dtype: torch.dtype) -> Sends:
-    """What has come, as tensors."""
-    return {
-        host: torch.frombuffer(parcel.memory, dtype=torch.uint8).view(dtype)
-        for host, parcel in parcels.items()
-        if parcel.memory is not None
-    }
+    raise AssertionError(f"this rank has no lane, and so no share, but one of {share.numel()} elements")

@@ -9,9 +9,9 @@ the other one's last words. So two ranks that talk both ways have two, and never
 A frame is a head (key, bytes, extra) and as many bytes. Whoever is to have it says where they go; until he knows, the
 connection is not read, and the kernel makes the sender wait.
 
-[Note: why not gloo] Over a link of 1 Gbit/s both fill the wire, and gloo takes twice the time of a core. But its works
-of ``send`` and ``recv`` cannot be polled, only waited for; a wait that nobody answers never ends, even when the peer has
-died, nor does what it calls a timeout leave the group usable; and small messages pass through threads twice.
+[Note: why not gloo] Both fill a wire of 1 Gbit/s, and gloo takes twice the processor's time for that. But what it has
+begun to receive can be waited for and not asked for; a wait for any source goes on for ever, even when all have died;
+when one that has a timeout is over, so are the connections; and small messages go from thread to thread.
 
 The invariant: nothing here blocks, and nothing is called from two threads at once but ``sleep``.
 """
@@ -134,7 +134,8 @@ class Post:
         self._by_fd: dict[int, _Outgoing] = {}
         self._num_unsent = 0
         self._token = os.urandom(TOKEN_BYTES // 2).hex()
-        self._listener = _listen(_own_address())
+        self.address = _own_address()
+        self._listener = _listen(self.address)
         self._epoll = select.epoll()
         self._epoll.register(self._listener, select.EPOLLIN)
         self._is_announced = False
@@ -145,8 +146,7 @@ class Post:
 
     def whereabouts(self) -> dict[str, object]:
         """What the other ranks must know of this one."""
-        host, port = self._listener.getsockname()[:2]
-        return {"host": host, "port": port, "token": self._token}
+        return {"host": self.address, "port": self._listener.getsockname()[1], "token": self._token}
 
     def learn(self, whereabouts: list[dict[str, str]]) -> None:
         """What they have told, by rank."""
@@ -283,7 +283,7 @@ class Post:
 
     def may_come(self, source: int) -> bool:
         """Whether anything of ``source`` may still be on its way."""
-        return any(incoming.source == source and not incoming.is_paused for incoming in self._incoming.values())
+        return any(each.source == source and not each.is_paused for each in list(self._incoming.values()))
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -445,9 +445,12 @@ class Post:
     def leave_to_parent(self) -> None:
         """In a forked child, which must not keep connections open when its parent has died."""
         self._is_closed = True
-        sockets = [self._listener, *(each.connection for each in (*self._incoming.values(), *self._by_fd.values()))]
-        for descriptor in [self._epoll.fileno(), *(each.detach() for each in sockets)]:
-            os.close(descriptor)
+        sockets = [self._listener]
+        sockets += [incoming.connection for incoming in self._incoming.values()]
+        sockets += [outgoing.connection for outgoing in self._by_fd.values()]
+        for connection in sockets:
+            os.close(connection.detach())
+        self._epoll.close()
 
     def _note(
         self, peer: int, sign: str, *, has_spoken: bool = False, has_failed: bool = False, words: str = ""
@@ -515,8 +518,8 @@ def _address_of(interface: str) -> str:
     if not found.get(interface):
         others = ", ".join(sorted(name for name, addresses in found.items() if addresses))
         raise CommunicationError(
-            f"GLOO_SOCKET_IFNAME={interface!r}: this host has no such interface, or it has no address; it has {others}. "
-            "Name the one that reaches the other hosts."
+            f"GLOO_SOCKET_IFNAME={interface!r}: this host has no such interface, or it has no address; it has {others}."
+            " Name the one that leads to the other hosts."
         )
     return min(found[interface], key=lambda address: ":" in address)
 
