@@ -1,6 +1,7 @@
 """What torch.distributed asks of a group besides the collectives: errors, timeouts, futures, other devices, names."""
 
 import datetime
+import signal
 import threading
 import time
 
@@ -237,3 +238,22 @@ def sums_on_both(world):
     dist.all_reduce(here)
     dist.all_reduce(there)
     return here.item(), there.item()
+
+
+def is_interrupted(world):
+    """Rank 0 is interrupted, as by Ctrl-C, while it waits for rank 1, which waits for rank 0's next call."""
+    if world.rank == 0:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, lambda *_: signal.default_int_handler(signal.SIGINT, None))
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(torch.ones(1), 1)
+        with pytest.raises(paceline.errors.CommunicationError, match="was interrupted by KeyboardInterrupt"):
+            dist.all_reduce(torch.ones(1))
+        time.sleep(1)
+    else:
+        with pytest.raises(paceline.errors.PeerError, match=r"rank 0 \(pid \d+\) failed, .*\n.*was interrupted"):
+            dist.all_reduce(torch.ones(1))
+
+
+def test_a_wait_that_is_interrupted_ends_the_group_for_all():
+    run_ranks(2, is_interrupted, backend="shm")

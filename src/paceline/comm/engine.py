@@ -181,8 +181,10 @@ class Engine:
         """
         if not operation.is_done:
             deadline = operation.deadline if timeout_s is None else time.monotonic() + timeout_s
-            self.wait_until(lambda: operation.is_done, operation, deadline)
-        self._resolve()
+            try:
+                self.wait_until(lambda: operation.is_done, operation, deadline)
+            finally:
+                self._resolve()
         if operation.error is not None:
             raise operation.error
 
@@ -195,6 +197,15 @@ class Engine:
             PeerError, CollectiveTimeoutError, CommunicationError: it will not be done.
         """
         self._check_own()
+        try:
+            self._wait_until(is_done, operation, deadline)
+        except PacelineError:
+            raise
+        except BaseException as interruption:  # Ctrl-C: the other ranks need not wait for their deadline
+            self.abort(f"the wait for {operation.call} was interrupted by {type(interruption).__name__}")
+            raise
+
+    def _wait_until(self, is_done: Callable[[], bool], operation: Operation, deadline: float) -> None:
         num_looks = 0
         while True:
             with self._lock:
@@ -202,16 +213,15 @@ class Engine:
                     num_looks = 0
                 if is_done():
                     return
-                if self._failure:
-                    raise CommunicationError(self._refusal())
-            num_looks += 1
-            if num_looks <= self._num_spins:
-                continue
-            if num_looks <= self._num_spins + _NUM_YIELDS:
+                self._check_usable()
+                num_looks += 1
+                sleeps = num_looks > self._num_spins + _NUM_YIELDS
+                self._num_sleepers += sleeps  # with the lock: who ends the operation after this will ring
+            if sleeps:
+                self._sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+                self._look_after(operation, is_done, deadline)
+            elif num_looks > self._num_spins:
                 os.sched_yield()
-                continue
-            self._sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-            self._look_after(operation, is_done, deadline)
 
     def cancel(self, message: Operation) -> None:
         """Wait for it no more, if it is not done: as if it had never been asked for."""
@@ -300,7 +310,12 @@ class Engine:
         return has_ended
 
     def _advance_one(self, operation: Operation) -> bool:
-        error = operation.advance()
+        try:
+            error = operation.advance()
+        except BaseException as interruption:  # Ctrl-C in the middle of it: nobody may take it for done
+            self._end(operation, CommunicationError(f"{self.name_of_me}: {operation.call} was interrupted."))
+            self._fail(f"{operation.call} was interrupted by {type(interruption).__name__}")
+            raise
         if error is None and not operation.is_done:
             return False
         self._end(operation, error)
@@ -334,12 +349,15 @@ class Engine:
     # -- without it ----------------------------------------------------------------------------------------------
 
     def _sleep(self, timeout_s: float) -> None:
-        self._num_sleepers += 1
-        has_heard = self.transport.pause(timeout_s)
-        with self._lock:
-            self._num_sleepers -= 1
-            if has_heard:
-                self.transport.heard()
+        """Counted among ``_num_sleepers`` before."""
+        has_heard = False
+        try:
+            has_heard = self.transport.pause(timeout_s)
+        finally:
+            with self._lock:
+                self._num_sleepers -= 1
+                if has_heard:
+                    self.transport.heard()
 
     def _look_after(self, operation: Operation, is_done: Callable[[], bool], deadline: float) -> None:
         """Fail what cannot be done any more: its peers are gone, or it is too late."""
@@ -358,7 +376,6 @@ class Engine:
                 return
             if isinstance(error, PeerError) or now >= operation.deadline:
                 self._fail(str(error), error)
-        self._resolve()
         raise error
 
     def look_after(self, operation: Operation) -> None:
@@ -487,7 +504,10 @@ class _Driver:
         with engine._lock:
             engine._advance()
         self._call_back()
-        if engine._pending():
+        with engine._lock:
+            sleeps = bool(engine._pending())
+            engine._num_sleepers += sleeps
+        if sleeps:
             engine._sleep(_TICK_S)
             for operation in engine._pending():
                 with contextlib.suppress(PacelineError):  # whoever waits for it is told

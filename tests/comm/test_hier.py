@@ -1,0 +1,676 @@
+"""Collectives among ranks of several hosts.
+
+Most tests fork ranks on one machine and tell each that it is on some host: those of one host share memory, and speak to
+the others over the loopback. A layout has the host of each rank. The last tests run in network namespaces.
+"""
+
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import struct
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from comm.battery import applicable, differences
+from paceline.comm import hier, make
+from paceline.comm.hier import Hierarchical
+from paceline.comm.post import Post, memory_of
+from paceline.comm.shm import SharedMemory
+from paceline.errors import CollectiveMismatchError, CollectiveTimeoutError, CommunicationError, PeerError
+from support.commands import write_script
+from support.hosts import hosts, start_ranks
+from support.ranks import RankError, expect_errors, run_ranks
+
+LAYOUTS = [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 2), (0, 1, 2)]
+SOON_S = 5.0  # what takes longer hangs
+
+
+def on_hosts(layout, fn, *args, timeout_s=60.0):
+    """Call ``fn(world, *args)`` on a rank for each entry of ``layout``: what it returned, by rank."""
+    return run_ranks(len(layout), _live, layout, fn, args, join=False, timeout_s=timeout_s)
+
+
+def errors_on_hosts(layout, fn, *args):
+    """What ``fn`` raises on each rank, as ``Type: message``."""
+    return expect_errors(len(layout), _live, layout, fn, args, join=False)
+
+
+def _live(rank, size, directory, layout, fn, args):
+    host = layout[rank]
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(layout[:rank].count(host)),
+        "LOCAL_WORLD_SIZE": str(layout.count(host)),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(max(layout) + 1),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    with paceline.init("hier", pathlib.Path(directory, "rendezvous").as_uri(), timeout=20) as world:
+        return fn(world, *args)
+
+
+# -- right -------------------------------------------------------------------------------------------------------------
+
+
+def failures(world, names):
+    found = {name: differences(name, world.rank, world.world_size) for name in names}
+    return {name: texts for name, texts in found.items() if texts}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_battery_is_passed(layout):
+    importlib.import_module("torch._dynamo")  # for functional collectives: here once, instead of in each rank
+    names = applicable("hier", len(layout))
+    assert on_hosts(layout, failures, names) == [{}] * len(layout)
+
+
+OPERATIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+DTYPES = [
+    *[torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128],
+    *[torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64],
+]
+
+
+def values(rank, dtype, numel, start=0):
+    """0 to 2, so that sums and products are exact in every dtype."""
+    return ((torch.arange(start, start + numel) * (rank + 1)) % 3).to(dtype)
+
+
+def reduced(operation, dtype, size, numel, start=0):
+    """What all ranks' values come to, in one process."""
+    rows = [values(rank, dtype, numel, start) for rank in range(size)]
+    if operation in ("SUM", "AVG"):
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        total = torch.stack(rows).to(wide).sum(0) / (size if operation == "AVG" else 1)
+        return total.to(dtype) if dtype != torch.bool else total.real != 0
+    combine = {
+        "PRODUCT": torch.mul,
+        "MIN": torch.minimum,
+        "MAX": torch.maximum,
+        "BAND": torch.bitwise_and,
+        "BOR": torch.bitwise_or,
+        "BXOR": torch.bitwise_xor,
+    }[operation]
+    result = rows[0]
+    for row in rows[1:]:
+        result = combine(result, row)
+    return result
+
+
+def is_defined(operation, dtype):
+    if operation in ("BAND", "BOR", "BXOR"):
+        return not (dtype.is_floating_point or dtype.is_complex)
+    if operation == "AVG":
+        return dtype != torch.bool  # of complex values too
+    return not dtype.is_complex or operation == "SUM"
+
+
+def reduce_in_many_ways(world, numels):
+    """The cases in which a reduction was wrong."""
+    rank, size = world.rank, world.world_size
+    group, wrong = streaming_group(), []
+    for numel, dtype, operation in itertools.product(numels, DTYPES, OPERATIONS):
+        if not is_defined(operation, dtype):
+            continue
+        op, expected = getattr(dist.ReduceOp, operation), reduced(operation, dtype, size, numel)
+        t = values(rank, dtype, numel)
+        dist.all_reduce(t, op, group=group)
+        wrong += [] if torch.equal(t, expected) else [("all_reduce", numel, dtype, operation)]
+        t = values(rank, dtype, numel)
+        dist.reduce(t, 1, op, group=group)
+        wrong += [] if torch.equal(t, expected if rank == 1 else values(rank, dtype, numel)) else ["reduce", dtype]
+        pieces = [values(rank, dtype, numel + s, s) for s in range(size)]
+        t = torch.zeros(numel + rank, dtype=dtype)
+        dist.reduce_scatter(t, pieces, op, group=group)
+        expected = reduced(operation, dtype, size, numel + rank, rank)
+        wrong += [] if torch.equal(t, expected) else [("reduce_scatter", numel, dtype, operation)]
+    return wrong
+
+
+def streaming_group():
+    """A group with small buffers, so that little suffices to stream through all of them."""
+    make.BUFFER_BYTES = 1 << 15
+    return dist.new_group(backend="hier")
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 1, 2)], ids=str)
+def test_every_reduction_of_every_dtype_is_right_at_once_and_in_blocks(layout):
+    assert on_hosts(layout, reduce_in_many_ways, [5, 60_001]) == [[]] * len(layout)
+
+
+def move_in_many_ways(world, numels):
+    rank, size = world.rank, world.world_size
+    group, wrong = streaming_group(), []
+    for numel, dtype in itertools.product(numels, [torch.float32, torch.bool, torch.complex128]):
+        for root in range(size):
+            t = values(rank, dtype, numel)
+            dist.broadcast(t, root, group=group)
+            wrong += [] if torch.equal(t, values(root, dtype, numel)) else [("broadcast", numel, dtype, root)]
+        for sizes in ([numel] * size, [numel * r // 2 for r in range(size)]):
+            outputs = [torch.zeros(n, dtype=dtype) for n in sizes]
+            dist.all_gather(outputs, values(rank, dtype, sizes[rank]), group=group)
+            expected = [values(r, dtype, n) for r, n in enumerate(sizes)]
+            wrong += [] if all(map(torch.equal, outputs, expected)) else [("all_gather", sizes, dtype)]
+        outputs = [torch.zeros(numel + 3 * r + rank, dtype=dtype) for r in range(size)]
+        inputs = [values(rank, dtype, numel + 3 * rank + s, s) for s in range(size)]
+        dist.all_to_all(outputs, inputs, group=group)
+        expected = [values(r, dtype, numel + 3 * r + rank, rank) for r in range(size)]
+        wrong += [] if all(map(torch.equal, outputs, expected)) else [("all_to_all", numel, dtype)]
+    return wrong
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 1, 2), (0, 1, 2)], ids=str)
+def test_everything_that_only_moves_is_right_at_once_and_in_blocks(layout):
+    assert on_hosts(layout, move_in_many_ways, [5, 60_001]) == [[]] * len(layout)
+
+
+def bits_of_noise(world, dtype):
+    """The bits of sums and averages of random values, of several sizes, and how far they are from right."""
+    group, bits, far = streaming_group(), [], 0.0
+    for numel in (100, 50_001):
+        rows = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(world.world_size)]
+        exact = torch.stack(rows).double().sum(0)
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            t = rows[world.rank].clone()
+            dist.all_reduce(t, op, group=group)
+            bits.append(t.view(torch.uint8).numpy().tobytes())
+            right = exact / (world.world_size if op == dist.ReduceOp.AVG else 1)
+            far = max(far, float(((t.double() - right).abs() / right.abs().clamp(min=1)).max()))
+    return bits, far
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 0, 2, 2)], ids=str)
+def test_sums_have_the_same_bits_on_all_ranks_and_are_near(layout, dtype):
+    results = on_hosts(layout, bits_of_noise, dtype)
+    assert all(bits == results[0][0] for bits, _ in results)
+    assert results[0][1] < 4 * torch.finfo(dtype).eps
+
+
+def average_of_large_halves(world):
+    t = torch.full((3,), 60_000.0, dtype=torch.float16)
+    dist.all_reduce(t, dist.ReduceOp.AVG)
+    return t.tolist()
+
+
+def test_an_average_of_halves_does_not_overflow():
+    assert on_hosts((0, 0, 1), average_of_large_halves) == [[60_000.0] * 3] * 3
+
+
+def look_at_group(world):
+    t = torch.full((3,), world.rank + 1.0)
+    dist.all_reduce(t)
+    transport = dist.group.WORLD.transport
+    return type(transport), dist.get_backend(), transport.name, t.tolist()
+
+
+def test_ranks_of_one_host_only_share_memory():
+    assert on_hosts((0, 0, 0), look_at_group) == [(SharedMemory, "hier", "hier", [6.0] * 3)] * 3
+
+
+def test_a_world_of_one():
+    assert on_hosts((0,), look_at_group) == [(SharedMemory, "hier", "hier", [1.0] * 3)]
+
+
+def count_lanes(world):
+    transport = dist.group.WORLD.transport
+    return type(transport), transport.num_lanes, transport.num_local, transport.local.rank
+
+
+def test_there_are_as_many_lanes_as_ranks_on_the_host_that_has_fewest():
+    assert on_hosts((0, 1, 0, 1, 1), count_lanes) == [
+        (Hierarchical, 2, 2, 0),
+        (Hierarchical, 2, 3, 0),
+        (Hierarchical, 2, 2, 1),
+        (Hierarchical, 2, 3, 1),
+        (Hierarchical, 2, 3, 2),
+    ]
+
+
+# -- wrong -------------------------------------------------------------------------------------------------------------
+
+
+def differ(world, case):
+    """Call what differs on rank 2: what was raised, and a sum after that."""
+    odd, size = world.rank == 2, world.world_size
+    numel = 5 if odd else 4
+    ones = [torch.ones(numel) for _ in range(size)]
+    calls = {
+        "operation": lambda: dist.broadcast(torch.ones(4), 0) if odd else dist.all_reduce(torch.ones(4)),
+        "barrier": lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(100_000)),
+        "size": lambda: dist.all_reduce(torch.ones(100_001 if odd else 100_000)),
+        "small and large": lambda: dist.all_reduce(torch.ones(100_000 if odd else 4)),
+        "dtype": lambda: dist.all_reduce(torch.ones(4, dtype=torch.int32 if odd else torch.float32)),
+        "reduction": lambda: dist.all_reduce(torch.ones(4), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        "root": lambda: dist.broadcast(torch.ones(4), 1 if odd else 0),
+        "all_gather": lambda: dist.all_gather([torch.empty(numel) for _ in range(size)], torch.ones(numel)),
+        "reduce_scatter": lambda: dist.reduce_scatter(torch.empty(numel), ones),
+        "gather": lambda: dist.gather(torch.ones(numel), [torch.ones(4)] * size if world.rank == 0 else None),
+        "all_to_all": lambda: dist.all_to_all([torch.empty(4) for _ in range(size)], ones),
+    }
+    error = None
+    try:
+        calls[case]()
+    except CollectiveMismatchError as raised:
+        error = str(raised)
+    t = torch.full((40_000,), world.rank + 1.0)
+    dist.all_reduce(t)
+    return error, t.unique().tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "sides"),
+    [
+        ("operation", ["all_reduce", "broadcast"]),
+        ("barrier", ["all_reduce", "barrier"]),
+        ("size", ["100000", "100001"]),
+        ("small and large", ["4", "100000"]),
+        ("dtype", ["float32", "int32"]),
+        ("reduction", ["sum", "max"]),
+        ("root", ["rank 0", "rank 1"]),
+        ("all_gather", ["4", "5"]),
+        ("reduce_scatter", ["12", "15"]),
+        ("gather", ["4", "5"]),
+        ("all_to_all", ["4", "5"]),
+    ],
+)
+@pytest.mark.parametrize("layout", [(0, 0, 1), (0, 1, 1)], ids=str)
+def test_calls_that_differ_raise_on_all_ranks_which_name_both_sides_and_go_on(layout, case, sides):
+    for error, sums in on_hosts(layout, differ, case):
+        assert error is not None, "a rank has raised nothing"
+        assert "rank 2" in error, error
+        assert "rank 0" in error or "rank 1" in error, error
+        for side in sides:
+            assert re.search(rf"\b{side}\b", error), error
+        assert sums == [6.0]
+
+
+def messages_differ(world):
+    if world.rank == 0:
+        dist.send(torch.ones(4), 2)
+        return None
+    if world.rank == 2:
+        with pytest.raises(CollectiveMismatchError) as caught:
+            dist.recv(torch.ones(5))
+        return str(caught.value)
+    return None
+
+
+def test_a_message_that_does_not_fit_names_its_sender():
+    *_, error = on_hosts((0, 0, 1), messages_differ)
+    assert "rank 2 waits for 5 elements of float32 with tag 0, but rank 0 sent 4 elements of float32" in error
+
+
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "dummy7")
+    with pytest.raises(CommunicationError, match=r"^GLOO_SOCKET_IFNAME='dummy7': this host has no such interface.* lo"):
+        Post(0)
+
+
+# -- gone --------------------------------------------------------------------------------------------------------------
+
+
+def lose(world, victim, how, call):
+    """Loop until a rank is gone: the error of the others, once they have all seen it."""
+    calls = {
+        "small": lambda: dist.all_reduce(torch.ones(10)),
+        "large": lambda: dist.all_reduce(torch.ones(500_000)),
+        "broadcast": lambda: dist.broadcast(torch.ones(500_000), 0),
+        "exchange": lambda: dist.all_to_all([torch.ones(9) for _ in range(4)], [torch.ones(9) for _ in range(4)]),
+        "barrier": lambda: dist.barrier(),
+        "message": lambda: pass_on(world),
+    }
+    for _ in range(3):
+        calls[call]()
+    if world.rank == victim:
+        time.sleep(0.1)
+        how()
+    started = time.monotonic()
+    try:
+        for _ in range(1000):
+            calls[call]()
+    except PeerError as error:
+        assert time.monotonic() - started < SOON_S
+        return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def pass_on(world):
+    work = dist.isend(torch.ones(100_000), (world.rank + 1) % world.world_size)
+    dist.recv(torch.ones(100_000), (world.rank - 1) % world.world_size)
+    work.wait()
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("call", ["small", "large", "broadcast", "exchange", "barrier", "message"])
+@pytest.mark.parametrize(("layout", "victim"), [((0, 0, 1, 1), 3), ((0, 1, 1, 1), 1), ((0, 0, 1, 2), 0)], ids=str)
+def test_all_survivors_of_a_killed_rank_raise_soon_and_name_it(layout, victim, call):
+    survivors = [rank for rank in range(4) if rank != victim]
+    with pytest.raises(RankError) as caught:
+        on_hosts(layout, lose_and_tell, victim, call)
+    told = told_by(caught.value)
+    assert sorted(told) == list(range(4)), caught.value
+    assert "died with exit code -9" in told[victim]
+    for rank in survivors:
+        assert "Told: " in told[rank], told[rank]
+        assert names(told[rank].partition("Told: ")[2], victim), told[rank]
+
+
+def lose_and_tell(world, victim, call):
+    """Fail with what was raised: of ranks that do not fail, nobody hears when another has."""
+    raise AssertionError(f"Told: {lose(world, victim, kill, call)}")
+
+
+def told_by(error):
+    """What ``RankError`` says, by rank."""
+    parts = re.split(r"^--- rank (\d+): ", str(error), flags=re.MULTILINE)
+    return {int(rank): text for rank, text in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def names(text, rank):
+    """Whether ``text`` speaks of ``rank``, alone or in a list such as ``ranks 1, 2 and 3``."""
+    return bool(re.search(rf"\branks? (\d+(, | and ))*{rank}\b", text))
+
+
+def fail_with_a_reason(world):
+    dist.barrier()
+    if world.rank == 3:
+        raise ValueError("the disk is full")
+    dist.all_reduce(torch.ones(10))
+
+
+def test_last_words_reach_the_other_hosts():
+    errors = errors_on_hosts((0, 0, 1, 1), fail_with_a_reason)
+    for error in errors[:3]:
+        assert error.startswith("PeerError: "), error
+        assert "the disk is full" in error, error
+
+
+def leave_early(world):
+    dist.all_reduce(torch.ones(10))
+    if world.rank != 2:
+        dist.all_reduce(torch.ones(10))
+    raise AssertionError("left")
+
+
+def test_a_rank_that_leaves_early_is_named():
+    first, second, _ = errors_on_hosts((0, 0, 1), leave_early)
+    for error in (first, second):
+        assert error.startswith("PeerError: "), error
+        assert names(error, 2), error
+
+
+def come_too_late(world, late):
+    group = dist.new_group(timeout=timedelta(seconds=1), backend="hier")
+    dist.all_reduce(torch.ones(10), group=group)
+    if world.rank == late:
+        time.sleep(2.5)
+    dist.all_reduce(torch.ones(10), group=group)
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_a_rank_that_does_not_come_is_named_on_all_hosts(late):
+    errors = errors_on_hosts((0, 0, 1, 1), come_too_late, late)
+    for rank in {0, 1, 2, 3} - {late}:
+        assert re.match("CollectiveTimeoutError|PeerError", errors[rank]), errors[rank]
+        assert names(errors[rank].partition("was not done")[2], late), errors[rank]
+    assert sum(error.startswith(CollectiveTimeoutError.__name__) for error in errors) >= 1
+
+
+def part_in_turn(world):
+    """Each rank leaves as soon as it can; nobody is missed."""
+    for numel in (10, 200_000):
+        group = dist.new_group(backend="hier")
+        for i in range(10):
+            dist.broadcast(torch.ones(numel), i % world.world_size, group=group)
+            dist.reduce(torch.ones(numel), i % world.world_size, group=group)
+            dist.all_to_all_single(torch.ones(numel * 4), torch.ones(numel * 4), group=group)
+        dist.destroy_process_group(group)
+    return True
+
+
+def test_ranks_may_leave_right_after_a_collective():
+    assert on_hosts((0, 0, 1, 1), part_in_turn) == [True] * 4
+
+
+def leave_a_child(world):
+    dist.barrier()
+    if world.rank == 1:
+        if os.fork() == 0:
+            time.sleep(SOON_S + 2)
+            os._exit(0)
+        kill()
+    return lose_and_tell(world, 1, "small")
+
+
+def test_a_killed_rank_is_missed_though_its_child_lives_on():
+    with pytest.raises(RankError) as caught:
+        on_hosts((0, 1), leave_a_child)
+    assert names(told_by(caught.value)[0].partition("Told: ")[2], 1), caught.value
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+
+def overtake(world):
+    """A large message that nobody asks for yet keeps nothing else waiting."""
+    rank, numel = world.rank, 3_000_000
+    if rank == 0:
+        works = [dist.isend(torch.full((numel,), 1.0), 2, tag=1), dist.isend(torch.full((3,), 2.0), 2, tag=2)]
+    dist.barrier()
+    t = torch.full((100_000,), rank + 1.0)
+    dist.all_reduce(t)
+    small, large = torch.zeros(3), torch.zeros(numel)
+    if rank == 2:
+        assert dist.recv(small, tag=2) == 0  # from any source
+        assert dist.recv(large, 0, tag=1) == 0
+    if rank == 0:
+        for work in works:
+            work.wait()
+    return t[0].item(), small.unique().tolist(), large.unique().tolist()
+
+
+def test_a_message_that_nobody_takes_holds_up_nothing_else():
+    assert on_hosts((0, 0, 1), overtake)[2] == (6.0, [2.0], [1.0])
+
+
+class Recorder:
+    """A channel that takes everything, or nothing while ``is_open`` is false."""
+
+    def __init__(self, post):
+        self.is_open = True
+        self.frames = []
+        post.open(0, self.place, self.arrived)
+
+    def place(self, source, key, num_bytes, extra):
+        if not self.is_open:
+            return None
+        self.memory = bytearray(num_bytes)
+        self.head = source, key, extra
+        return memoryview(self.memory)
+
+    def arrived(self, source, key):
+        self.frames.append((*self.head, bytes(self.memory)))
+
+
+@pytest.fixture
+def posts(monkeypatch):
+    """Two ranks' ends, in one process."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    both = [Post(rank) for rank in range(2)]
+    whereabouts = [json.loads(json.dumps(post.whereabouts())) for post in both]
+    for post in both:
+        post.learn(whereabouts)
+    yield both
+    for post in both:
+        post.close()
+
+
+def drive(posts, until, timeout_s=SOON_S):
+    deadline = time.monotonic() + timeout_s
+    while not until() and time.monotonic() < deadline:
+        for post in posts:
+            post.poll()
+    return until()
+
+
+def test_frames_of_any_size_arrive_in_order(posts):
+    recorder = Recorder(posts[1])
+    texts = [b"", b"abc", os.urandom(1 << 14), os.urandom(5_000_001), b"", b"end"]
+    parcels = [posts[0].send(0, 1, key, memoryview(text) if text else None, 7) for key, text in enumerate(texts)]
+    assert drive(posts, lambda: len(recorder.frames) == len(texts))
+    assert recorder.frames == [(0, key, 7, text) for key, text in enumerate(texts)]
+    assert all(parcel.is_done for parcel in parcels)
+    assert posts[0].num_unsent == 0
+
+
+def test_while_nobody_takes_a_frame_its_sender_waits(posts):
+    recorder = Recorder(posts[1])
+    recorder.is_open = False
+    Recorder(posts[0])
+    parcel = posts[0].send(0, 1, 1, memoryview(bytes(64_000_000)))
+    assert not drive(posts, lambda: parcel.is_done, timeout_s=0.3)
+    recorder.is_open = True
+    posts[1].resume(0)
+    assert drive(posts, lambda: len(recorder.frames) == 1)
+    assert parcel.is_done
+
+
+def test_last_words_are_heard_while_a_frame_is_under_way(posts):
+    Recorder(posts[0])
+    Recorder(posts[1]).is_open = False
+    posts[0].send(0, 1, 1, memoryview(bytes(64_000_000)))
+    drive(posts, lambda: False, timeout_s=0.2)
+    posts[1].announce(has_failed=True, words="out of memory")
+    assert drive(posts, lambda: 1 in posts[0].gone and posts[0].gone[1].has_spoken)
+    assert (posts[0].gone[1].has_failed, posts[0].gone[1].words) == (True, "out of memory")
+
+
+def test_strangers_are_shown_out(posts):
+    recorder = Recorder(posts[1])
+    told = posts[1].whereabouts()
+    with socket.create_connection((told["host"], told["port"]), timeout=SOON_S) as stranger:
+        stranger.sendall(struct.pack("!32sii", b"0" * 32, 0, 0) + b"hello" * 100)
+        drive(posts, lambda: False, timeout_s=0.1)
+        stranger.settimeout(SOON_S)
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(10) == b""
+    posts[0].send(0, 1, 5, memory_of(torch.tensor([1, 2], dtype=torch.uint8)))
+    assert drive(posts, lambda: recorder.frames)
+    assert recorder.frames == [(0, 5, 0, b"\1\2")]
+    assert posts[1].gone == {}
+
+
+def test_who_cannot_be_reached_is_gone(posts):
+    posts[1].close()
+    parcel = posts[0].send(0, 1, 1, None)
+    assert drive(posts[:1], lambda: 1 in posts[0].gone)
+    assert re.match(r"no connection to 127\.0\.0\.1:\d+: Connection refused", posts[0].gone[1].sign)
+    assert not parcel.is_done
+
+
+# -- averages of gradients ---------------------------------------------------------------------------------------------
+
+
+def train(world, dtype):
+    """A few steps on this rank's part of the batch: the parameters, and whether gradients were averaged in memory."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.ReLU(), torch.nn.Linear(300, 7)).to(dtype)
+    wrapped = paceline.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(3, 20, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for batch in data:
+        optimizer.zero_grad()
+        wrapped(batch.chunk(world.world_size)[world.rank]).square().mean().backward()
+        optimizer.step()
+    averages = wrapped._reducer._channels.averages if world.world_size > 1 else None
+    return [p.detach().clone() for p in model.parameters()], averages is not None
+
+
+@pytest.mark.parametrize("layout", [(0, 0, 1, 1), (0, 1, 0, 2)], ids=str)
+def test_training_over_hosts_is_training_in_one_process(layout):
+    (expected, _), *_ = on_hosts((0,), train, torch.float64)
+    for parameters, has_averages in on_hosts(layout, train, torch.float64):
+        assert has_averages
+        for one, other in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def die_while_training(world, victim):
+    model = torch.nn.Linear(1000, 1000)
+    wrapped = paceline.DistributedDataParallel(model)
+    started = time.monotonic()
+    try:
+        for i in range(1000):
+            if i == 3 and world.rank == victim:
+                kill()
+            wrapped(torch.ones(2, 1000)).sum().backward()
+    except paceline.PacelineError as error:
+        assert time.monotonic() - started < 2 * SOON_S
+        raise AssertionError(f"Told: {error}") from None
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_that_dies_while_others_average_is_named(victim):
+    with pytest.raises(RankError) as caught:
+        on_hosts((0, 0, 1, 1), die_while_training, victim)
+    told = told_by(caught.value)
+    for rank in {0, 1, 2, 3} - {victim}:
+        assert names(told[rank].partition("Told: ")[2], victim), told[rank]
+
+
+# -- on several hosts --------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import hashlib, json
+import torch, torch.distributed as dist, paceline
+from paceline.comm.hier import Hierarchical
+from comm.battery import differences
+with paceline.init("hier", timeout=30) as world:
+    assert isinstance(dist.group.WORLD.transport, Hierarchical)
+    names = ["all_reduce_sums", "reduce_to_each_root", "broadcast_from_each_root", "all_gather_into_a_list"]
+    names += ["reduce_scatter_from_a_list", "gather_to_each_root", "all_to_all_of_lists", "recv_from_anybody"]
+    names += ["barrier_holds_until_all_have_come", "large_tensors", "sums_have_the_same_bits_everywhere_and_each_time"]
+    found = {name: texts for name in names if (texts := differences(name, world.rank, world.world_size))}
+    torch.manual_seed(world.rank)
+    model = paceline.DistributedDataParallel(torch.nn.Linear(500, 500))
+    model(torch.ones(1, 500) * world.rank).sum().backward()
+    gradient = model.module.weight.grad
+    digest = hashlib.sha256(torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes())
+    print(json.dumps([found, digest.hexdigest(), gradient.unique().tolist()]))
+"""
+
+
+def test_on_two_hosts(tmp_path):
+    script = write_script(tmp_path, SCRIPT)
+    env = {"PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    with hosts(2) as both:
+        ranks = start_ranks(both, 2, [sys.executable, str(script)])
+        outputs = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, [err for _, err in outputs]
+    del env
+    told = [json.loads(out) for out, _ in outputs]
+    assert [found for found, _, _ in told] == [{}] * 4
+    assert len({digest for _, digest, _ in told}) == 1
+    assert [gradient for *_, gradient in told] == [[1.5]] * 4  # (0 + 1 + 2 + 3) / 4
+
+
+def test_constants_leave_room_for_what_is_small():
+    smallest = 1 << 14  # of a buffer, when memory is short
+    assert hier._VERDICT_BYTES < smallest
