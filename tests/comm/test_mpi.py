@@ -375,10 +375,8 @@ def test_a_deadline_names_who_did_not_come(tmp_path):
     """
     assert mpirun(2, tmp_path, source).returncode not in (0, None)
     (late, unmade), nothing = told(tmp_path)
-    assert without_places(late).startswith(
-        "rank 0: all_reduce(sum, of 1048576 elements, float32) HERE, call number 2 of this group, was not done "
-        "after 1 s: rank 1 has not come to it, the others have."
-    )
+    assert without_places(late).startswith("rank 0: all_reduce(sum, of 1048576 elements, float32) HERE, call number 2 ")
+    assert ": rank 1 has not come to it" in late
     assert unmade == (
         "rank 0: not all ranks came to make the group of ranks 0, 1 within 1 s. All must call init_process_group and "
         "new_group alike."

@@ -9,6 +9,7 @@ The invariant: no thread of gloo's is left waiting for a host that will not answ
 
 import contextlib
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -127,8 +128,20 @@ class _Sum(dist.Work):
                 self._error = error
         raise self._across.explain(self._error) from None
 
-    def get_future(self) -> "torch.futures.Future[Any]":
-        return self._work.get_future()
+    def get_future(self) -> Any:
+        """What tells in another thread that it is done; nothing, if it is done already."""
+        return _Future(self._work.get_future())
+
+
+class _Future:
+    """Of what is done already, torch calls back at once: in the middle of what the caller does, with his locks."""
+
+    def __init__(self, future: "torch.futures.Future[Any]") -> None:
+        self._future = future
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        me = threading.get_ident()
+        self._future.add_done_callback(lambda done: None if threading.get_ident() == me else call(done))
 
 
 class AveragesOverHosts(Averages):

@@ -57,7 +57,7 @@ class Bucket(ABC):
 
     def prepare(self, expected: Sequence[bool]) -> None:
         """Begin a round."""
-        self.num_missing = sum(expected[index] for index in self.indices)
+        self.num_missing = sum(map(expected.__getitem__, self.indices))
         self.is_launched = False
         self.contributors.clear()
 

@@ -69,6 +69,7 @@ class Reducer:
         self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
         self._round: Round | None = None
         self._failure = ""
+        self._trainable_now: tuple[bool, ...] = ()
         self._state: object = None  # of which ``_digest`` was made
         self._digest = b""
         self._hooks = GradientHooks(self._arrived)
@@ -202,7 +203,7 @@ class Reducer:
         self._failure = "the backward before this one failed while gradients were being averaged"
         try:
             control = self._collect(self._buckets, current.pending)
-            planned = {self._registry.names[index] for bucket in self._buckets for index in bucket.indices}
+            planned = set(map(self._registry.names.__getitem__, itertools.chain(*(b.indices for b in self._buckets))))
             bases: dict[int, torch.Tensor] = {}
             if control.is_changed:
                 control, bases = self._agree_anew(planned)
@@ -226,22 +227,25 @@ class Reducer:
     def _send_control(self, buckets: Sequence[Bucket]) -> PendingControl:
         """Tell all ranks what this one has. A collective call."""
         is_late = [bucket.is_late() for bucket in buckets]
-        mine = Control(self._has_gradient(buckets), is_late, self._registry.has_changed())
-        state = self._trainable(), self._kinds()
+        mine = Control(self._has_gradient(buckets, any(is_late)), is_late, self._registry.has_changed())
+        self._trainable_now = self._trainable()
+        state = self._trainable_now, self._planned_kinds
         if state != self._state:
             self._state, self._digest = state, digest_of(state)
         with self._explained(None):
             return PendingControl(mine, self._digest, self._channels.control)
 
-    def _has_gradient(self, buckets: Sequence[Bucket]) -> list[bool]:
+    def _has_gradient(self, buckets: Sequence[Bucket], some_are_late: bool) -> list[bool]:
         """By parameter, whether this rank has a gradient of it that is to be averaged.
 
         A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
         """
         params = self._registry.params
-        has = self._have_grad()
-        for index in itertools.compress(range(len(has)), list(has)):
-            has[index] = params[index].requires_grad or id(params[index]) in self.place_of
+        has = [False] * len(params)
+        if some_are_late or len(self.place_of) < len(params) or not buckets:
+            has = self._have_grad()
+            for index in itertools.compress(range(len(has)), list(has)):
+                has[index] = params[index].requires_grad or id(params[index]) in self.place_of
         for bucket in buckets:
             for index in bucket.contributors:
                 has[index] = True
@@ -271,7 +275,7 @@ class Reducer:
         if not self._order_is_learnt:
             self._learn_order(current)
             self._replan()
-        elif self._trainable() != self._planned_trainable:
+        elif self._trainable_now != self._planned_trainable:
             self._replan()
 
     def _agree_anew(self, planned: set[str]) -> tuple[Control, dict[int, torch.Tensor]]:
