@@ -15,7 +15,7 @@ def check_backend(backend: str) -> str:
     backend = backend.lower()
     available = {
         "gloo": dist.is_gloo_available(),
-        "mpi": dist.is_mpi_available(),
+        "mpi": hasattr(dist.distributed_c10d, "ProcessGroupMPI"),  # torch's own, or ours in its place
         "nccl": dist.is_nccl_available(),
         "ucc": dist.is_ucc_available(),
         "xccl": dist.is_xccl_available(),
@@ -23,6 +23,11 @@ def check_backend(backend: str) -> str:
     }
     available |= {name: True for name in dist.Backend.backend_list if name not in available}
     for name in ["gloo"] if backend == "auto" else [part.rpartition(":")[2] for part in backend.split(",")]:
+        if name == "mpi" and not available["mpi"]:
+            raise WorldError(
+                f"backend={backend!r}: mpi4py is not installed. `pip install 'paceline[mpi]'` installs it and Open "
+                "MPI; where the system has an MPI of its own, `pip install mpi4py` suffices."
+            )
         if not available.get(name):
             offered = ", ".join(sorted(name for name, here in available.items() if here))
             raise WorldError(f"backend={backend!r}: {name!r} is not available here; this torch offers {offered}.")

@@ -13,6 +13,7 @@ import hashlib
 import math
 import os
 import random
+import socket
 import sys
 import time
 import traceback
@@ -33,6 +34,8 @@ from paceline.environment import Placement, read_placement
 from paceline.errors import BarrierTimeoutError, EnvironmentVariableError, PeerError, WorldError
 from paceline.rendezvous import Meeting, Method, Peer, meet, parse_method
 from paceline.rendezvous.forks import forget_group_of_parent, make_immortal
+from paceline.rendezvous.peers import host_identity
+from paceline.rendezvous.stores import connect, serve
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)  # torch's
 
@@ -211,8 +214,9 @@ def init(
     whoever made it. Called again, this returns the world that exists.
 
     Args:
-        backend: ``auto`` is nccl (with gloo for CPU tensors) where the device is a GPU; else shm, where all ranks are on
-            one host, and hier across hosts. Or any name that ``torch.distributed.init_process_group`` takes.
+        backend: ``auto`` is nccl (with gloo for CPU tensors) where the device is a GPU; else shm where all ranks are
+            on one host, and hier across hosts. Or any name that ``torch.distributed.init_process_group`` takes; mpi
+            too, where ``paceline[mpi]`` is installed.
         init_method: ``env://`` (the default), ``tcp://HOST:PORT`` or ``file:///PATH``.
         world_size, rank: where the environment does not say, or against what it says.
         timeout: seconds or a timedelta, for joining and for every collective later; torch's 30 minutes by default.
@@ -240,6 +244,8 @@ def init(
     placement = _placed(method, world_size, rank)
     backend = check_backend(backend)
     check_device(device)
+    if backend == "mpi":
+        return _init_by_mpi(placement, method, timeout_s, device)
     meeting = meet(placement, method, timeout_s)
     hook = sys.excepthook
     try:
@@ -257,6 +263,29 @@ def init(
         meeting.dismiss()
         raise
     _current = dataclasses.replace(world, _group=dist.GroupMember.WORLD, _hooks=(hook, sys.excepthook))
+    return _current
+
+
+def _init_by_mpi(placement: Placement, method: Method, timeout_s: float, device: str | torch.device) -> World:
+    """MPI knows its ranks by itself, and they meet over it."""
+    global _current
+    if not method.is_env:
+        raise WorldError(f"init_method={method.text!r}: over MPI, ranks find each other by themselves. Leave it out.")
+    hook = sys.excepthook
+    dist.init_process_group("mpi", timeout=timedelta(seconds=timeout_s))
+    try:
+        of_mpi = (dist.get_rank(), dist.get_world_size())
+        is_told = (placement.launcher, placement.rank, placement.world_size) != ("none", 0, 1)
+        if is_told and of_mpi != (placement.rank, placement.world_size):
+            raise WorldError(
+                f"rank={placement.rank}, world_size={placement.world_size}: to MPI, this is rank {of_mpi[0]} of "
+                f"{of_mpi[1]}. Leave both out; MPI's launcher sets them, as in `mpirun -n 4 python script.py`."
+            )
+        world = _adopt(timeout_s, device)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    _current = dataclasses.replace(world, _hooks=(hook, sys.excepthook))
     return _current
 
 
@@ -389,7 +418,7 @@ def _world_of(
 
 
 def _choose_cpu_backend(peers: Sequence[Peer]) -> str:
-    """Shared memory within a host, and a hierarchy of it across hosts; Gloo where a host's ranks cannot share memory."""
+    """Shared memory within a host, a hierarchy across hosts; Gloo where a host's ranks cannot share memory."""
     views = {(peer.node, peer.pid_namespace) for peer in peers}
     nodes = {peer.node for peer in peers}
     if not {"shm", "hier"} <= set(dist.Backend.backend_list) or len(views) > len(nodes):
@@ -406,7 +435,7 @@ def _adopt(timeout_s: float, device: str | torch.device) -> World:
         told = read_placement(os.environ)
         if (told.rank, told.world_size) == (rank, world_size):
             placement = told
-    store = dist.distributed_c10d._get_default_store()
+    store = _store_over_mpi(timeout_s) if dist.get_backend() == "mpi" else dist.distributed_c10d._get_default_store()
     # The store may have served an earlier adoption, whose barriers must not count.
     number = store.add(f"paceline/adoptions/{rank}", 1)
     meeting = Meeting(rank, world_size, dist.PrefixStore(f"paceline/{number}", store))
@@ -415,6 +444,22 @@ def _adopt(timeout_s: float, device: str | torch.device) -> World:
     world = _world_of(placement, meeting, timeout_s, dist.get_backend(), device)
     _current = dataclasses.replace(world, _group=dist.GroupMember.WORLD)
     return _current
+
+
+def _store_over_mpi(timeout_s: float) -> dist.Store:
+    """c10d gives MPI's groups a store that holds nothing. So rank 0 serves one, whose address goes over MPI."""
+    deadline = time.monotonic() + timeout_s
+    rank = dist.get_rank()
+    store: dist.Store = serve(None, deadline) if rank == 0 else dist.HashStore()
+    told: list[Any] = [(host_identity(), socket.gethostname(), getattr(store, "port", 0))]
+    dist.broadcast_object_list(told, src=0)
+    host, name, port = told[0]
+    if rank != 0:
+        store = connect(("127.0.0.1" if host == host_identity() else name, port), rank, deadline)
+    # Groups of other backends that are made later meet in it too.
+    c10d = dist.distributed_c10d
+    c10d._world.pg_map[c10d._get_default_group()] = ("mpi", dist.PrefixStore("group", store))
+    return store
 
 
 def _seconds(timeout: float | timedelta) -> float:

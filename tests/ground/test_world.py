@@ -132,12 +132,6 @@ def test_an_unknown_backend_is_refused_with_those_there_are(backend):
     assert "undefined" not in str(caught.value).split("offers")[1]
 
 
-@pytest.mark.skipif(dist.is_mpi_available(), reason="this torch was built with MPI")
-def test_mpi_is_refused_where_torch_lacks_it():
-    with pytest.raises(WorldError, match="'mpi' is not available here"):
-        paceline.init("mpi")
-
-
 @NEEDS_NO_CUDA
 def test_nccl_is_refused_without_cuda():
     with pytest.raises(WorldError, match=r"is not available here|NCCL needs a CUDA device, and torch sees none"):

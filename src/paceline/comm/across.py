@@ -139,7 +139,7 @@ class _Future:
     def __init__(self, future: "torch.futures.Future[Any]") -> None:
         self._future = future
 
-    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+    def add_done_callback(self, call: Callable[[Any], None]) -> None:
         me = threading.get_ident()
         self._future.add_done_callback(lambda done: None if threading.get_ident() == me else call(done))
 

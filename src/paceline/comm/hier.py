@@ -63,6 +63,7 @@ class Hierarchical(Transport):
         local: among the ranks of this host.
         hosts: of each host, its ranks in the group.
         ranks: the global rank of each rank in the group, for errors.
+        block_bytes: what fits into a buffer on every host.
 
     Attributes:
         num_lanes: how many ranks of each host, the first ones, talk to those of the other hosts.
@@ -71,7 +72,13 @@ class Hierarchical(Transport):
     name = "hier"
 
     def __init__(
-        self, local: SharedMemory, post: Post, hosts: Sequence[Sequence[int]], rank: int, ranks: Sequence[int]
+        self,
+        local: SharedMemory,
+        post: Post,
+        hosts: Sequence[Sequence[int]],
+        rank: int,
+        ranks: Sequence[int],
+        block_bytes: int,
     ) -> None:
         super().__init__(rank, len(ranks))
         self.local = local
@@ -83,6 +90,8 @@ class Hierarchical(Transport):
         self._members = self._site.hosts[host]
         self._far = [peer for peer in range(self.size) if peer not in self._members]
         self._ranks = ranks
+        self._block_bytes = block_bytes
+        self._small_bytes = min(_SMALL_BYTES, block_bytes - _VERDICT_BYTES)
         self._is_head = local.rank == 0
         self._is_lane = local.rank < self.num_lanes
         self._post = post
@@ -264,10 +273,10 @@ class Hierarchical(Transport):
     # -- how a collective runs -----------------------------------------------------------------------------------
 
     def _route(self, num_bytes: int) -> Site:
-        return self._at_once if num_bytes <= _SMALL_BYTES else self._site
+        return self._at_once if num_bytes <= self._small_bytes else self._site
 
     def _block_numel(self, dtype: torch.dtype) -> int:
-        return self.local.arena.layout.buffer_bytes // dtype.itemsize
+        return self._block_bytes // dtype.itemsize
 
     def _run(self, call: Call, flow: Flow) -> Steps:
         parts = yield from self._agree(call, flow)

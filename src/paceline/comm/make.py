@@ -44,20 +44,24 @@ def make_hier(options: Any) -> CollectiveGroup:
         transport = SharedMemory(open_arena(meeting, deadline), rank, ranks)
         transport.name = Hierarchical.name
         return _shared_group(transport, ranks, options)
-    post = Post(rank)
-    meeting.announce("post", json.dumps(post.whereabouts()))
     members = next(members for members in hosts if rank in members)
     near = Meeting(members.index(rank), len(members), dist.PrefixStore(f"host of {members[0]}/", options.store))
     near.join(myself())
     near.await_all(deadline)
-    local = SharedMemory(open_arena(near, deadline, BUFFER_BYTES), near.rank, [ranks[member] for member in members])
+    arena = open_arena(near, deadline, BUFFER_BYTES)
+    post = Post(rank)
+    told = post.whereabouts() | {"buffer_bytes": arena.layout.buffer_bytes}
+    meeting.announce("post", json.dumps(told))
 
     def late(names: str) -> Exception:
         return RendezvousError(f"rank {rank}: {names} did not say where to reach it before the deadline.")
 
     meeting.await_ranks(range(len(ranks)), "post", deadline - time.monotonic(), late=late)
-    post.learn([json.loads(meeting.read("post", other)) for other in range(len(ranks))])
-    hierarchical = Hierarchical(local, post, hosts, rank, ranks)
+    all_told = [json.loads(meeting.read("post", other)) for other in range(len(ranks))]
+    post.learn(all_told)
+    local = SharedMemory(arena, near.rank, [ranks[member] for member in members])
+    block_bytes = min(each["buffer_bytes"] for each in all_told)
+    hierarchical = Hierarchical(local, post, hosts, rank, ranks, block_bytes)
     timeout_s = options.timeout.total_seconds()
 
     def averages(engine: Engine) -> Averages:

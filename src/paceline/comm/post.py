@@ -26,6 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import psutil
 import torch
@@ -144,11 +145,11 @@ class Post:
 
     # -- before all else -----------------------------------------------------------------------------------------
 
-    def whereabouts(self) -> dict[str, object]:
+    def whereabouts(self) -> dict[str, Any]:
         """What the other ranks must know of this one."""
         return {"host": self.address, "port": self._listener.getsockname()[1], "token": self._token}
 
-    def learn(self, whereabouts: list[dict[str, str]]) -> None:
+    def learn(self, whereabouts: list[dict[str, Any]]) -> None:
         """What they have told, by rank."""
         self._addresses = [(told["host"], int(told["port"])) for told in whereabouts]
         self._tokens = [told["token"].encode() for told in whereabouts]

@@ -82,9 +82,10 @@ def _retire(parent: "weakref.ref[dist.ProcessGroup]", channels: Channels) -> Non
 def _cpu_backend(parent: dist.ProcessGroup) -> str:
     """The backend that ``parent`` has for CPU tensors; Gloo where it has none."""
     try:
-        return str(parent._get_backend(torch.device("cpu")).name()).lower()
+        name = str(parent._get_backend(torch.device("cpu")).name()).lower()
     except RuntimeError:
         return "gloo"
+    return "cpu:mpi" if name == "mpi" else name  # for plain "mpi", c10d refuses what only the members call
 
 
 def _timeout(parent: dist.ProcessGroup) -> timedelta | None:
