@@ -33,7 +33,9 @@ CALL_BYTES = 512
 NUM_BUCKET_SLOTS = 1024
 NUM_MESSAGE_SLOTS = 4
 NUM_BUFFERS = 3
-_BUFFER_BYTES, _SMALLEST_BUFFER_BYTES = int(os.environ.get("BB", 1 << 19)), 1 << 14
+# Two ranks do best with what stays in a core's cache; more with fewer meetings, within what a group may take.
+_BUFFER_BYTES_OF_TWO, _BUFFER_BYTES, _SMALLEST_BUFFER_BYTES = 1 << 20, 1 << 21, 1 << 14
+_MOST_BUFFERS_BYTES = 1 << 25
 _SMALLEST_HEAP_BYTES = 1 << 26
 
 
@@ -152,7 +154,7 @@ class Arena:
             self._fd = -1
 
 
-def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int = _BUFFER_BYTES) -> Arena:
+def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int | None = None) -> Arena:
     """Make the arena, or map the one that the first rank has made. A collective call of the ranks of one host.
 
     Args:
@@ -163,6 +165,7 @@ def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int = _BUFFER_BY
         RendezvousError, PeerError: some rank did not come.
     """
     _check_one_host(meeting)
+    buffer_bytes = buffer_bytes or choose_buffer_bytes(meeting.world_size)
     arena = _make(meeting, buffer_bytes) if meeting.rank == 0 else _find(meeting, deadline)
     meeting.announce("mapped")
 
@@ -171,6 +174,14 @@ def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int = _BUFFER_BY
 
     meeting.await_ranks(range(meeting.world_size), "mapped", deadline - time.monotonic(), late=late)
     return arena
+
+
+def choose_buffer_bytes(size: int) -> int:
+    """Of each buffer, in a group of ``size`` ranks."""
+    if size <= 2:
+        return _BUFFER_BYTES_OF_TWO
+    most = _MOST_BUFFERS_BYTES // (NUM_BUFFERS * size)
+    return max(_SMALLEST_BUFFER_BYTES, min(_BUFFER_BYTES, 1 << (most.bit_length() - 1)))
 
 
 def _check_one_host(meeting: Meeting) -> None:
