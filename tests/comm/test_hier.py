@@ -34,6 +34,7 @@ from paceline.errors import (
     CommunicationError,
     PacelineError,
     PeerError,
+    RendezvousError,
 )
 from support.commands import write_script
 from support.hosts import hosts, start_ranks
@@ -455,6 +456,40 @@ def test_a_rank_that_leaves_early_is_named():
         assert names(error, 2), error
 
 
+def leave_in_silence(world):
+    dist.all_reduce(torch.ones(10))
+    if world.rank != 2:
+        try:
+            dist.all_reduce(torch.ones(10))
+        except PeerError as error:
+            raise AssertionError(f"Told: {error}") from None
+
+
+def test_a_rank_that_ends_too_early_is_said_to_have_left():
+    with pytest.raises(RankError) as caught:
+        on_hosts((0, 0, 1), leave_in_silence)
+    told = told_by(caught.value)
+    assert sorted(told) == [0, 1]
+    for text in told.values():
+        assert "rank 2 has left the group. All ranks must call collectives equally often before they end." in text
+
+
+def be_slow_to_join(world):
+    if world.rank == 1:
+        make.Post = lambda rank: time.sleep(3) or Post(rank)
+    try:
+        dist.new_group(timeout=timedelta(seconds=1), backend="hier")
+    except RendezvousError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_cannot_be_reached_yet_is_named():
+    first, _, third = on_hosts((0, 1, 2), be_slow_to_join)
+    assert first == "rank 0: rank 1 did not say where to reach it before the deadline."
+    assert third == "rank 2: rank 1 did not say where to reach it before the deadline."
+
+
 def come_too_late(world, late):
     group = dist.new_group(timeout=timedelta(seconds=1), backend="hier")
     dist.all_reduce(torch.ones(10), group=group)
@@ -624,6 +659,15 @@ def test_who_cannot_be_reached_is_gone(posts):
     assert not parcel.is_done
 
 
+def test_where_no_way_leads_is_said_at_once(posts):
+    told = [posts[0].whereabouts(), posts[1].whereabouts() | {"host": "255.255.255.255"}]
+    posts[0].learn(told)
+    posts[0].send(0, 1, 1, None)
+    assert drive(posts[:1], lambda: 1 in posts[0].gone)
+    assert posts[0].gone[1].sign.startswith("no connection to 255.255.255.255:")
+    assert posts[0].num_unsent == 0
+
+
 # -- averages of gradients ---------------------------------------------------------------------------------------------
 
 
@@ -650,6 +694,30 @@ def test_training_over_hosts_is_training_in_one_process(layout):
         assert has_averages
         for one, other in zip(parameters, expected, strict=True):
             torch.testing.assert_close(one, other)
+
+
+def break_a_sum(world):
+    store = dist.PrefixStore("sums", dist.distributed_c10d._get_default_store())
+    across = dist.group.WORLD.transport.open_across(store, 20.0)
+    share = torch.full((1000,), world.rank + 1.0)
+    work = across(share)
+    assert work.wait()
+    assert share.unique().tolist() == [3.0]
+    if world.rank == 1:
+        across(share)  # which no other host starts
+        across.close()
+        dist.barrier()
+        return None
+    time.sleep(0.2)
+    with pytest.raises(PeerError) as caught:
+        across(share).wait()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_sum_over_hosts_that_breaks_says_with_whom():
+    error, _ = on_hosts((0, 1), break_a_sum)
+    assert error.startswith("the connection to rank 1 broke while a sum over hosts was under way: "), error
 
 
 def die_while_training(world, victim):

@@ -122,9 +122,9 @@ def test_the_battery_is_passed_and_what_streams_also_in_small_messages(tmp_path,
         with paceline.init("mpi", timeout=60) as world:
             names = [name for name in applicable("mpi", world.world_size) if name not in {REFUSED}]
             run(names)
-            from paceline.comm import mpi
+            from paceline.comm.mpi import transport, wire
 
-            mpi._MESSAGE_BYTES, mpi._BLOCK_BYTES = 500_000, 1_000_000
+            wire._MESSAGE_BYTES, transport._BLOCK_BYTES = 500_000, 1_000_000
             run(name for name in names if name.startswith("large_"))
             world.barrier()
             world.print("passed", world.world_size)

@@ -12,8 +12,9 @@ The invariant: what is on the wire, and when, follows from the call alone, so no
 """
 # ruff: noqa: ARG002 - each station is given all that some collective needs there
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ Sends = dict[int, Tensor]  # by host
 
 _SUM = Reduction("sum")
 _NARROW = (torch.float16, torch.bfloat16)
+_MOST_ROOMS = 32
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,40 @@ class Site:
         return next(host for host, ranks in enumerate(self.hosts) if rank in ranks)
 
 
+class Rooms:
+    """Memory for blocks, used again and again: fresh pages cost more than what is done in them."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Tensor]] = {}  # by size, as bytes
+        self._num_free = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor, uninitialised."""
+        num_bytes = numel * dtype.itemsize
+        if self._free.get(num_bytes):
+            self._num_free -= 1
+            return self._free[num_bytes].pop().view(dtype)
+        return torch.empty(numel, dtype=dtype)
+
+    def give_back(self, tensors: Iterable[Tensor]) -> None:
+        """Nobody reads or writes these any more."""
+        for tensor in tensors:
+            if self._num_free >= _MOST_ROOMS:  # of sizes that do not come again, perhaps
+                self._free.clear()
+                self._num_free = 0
+            self._free.setdefault(tensor.nbytes, []).append(tensor.view(torch.uint8))
+            self._num_free += 1
+
+
 class Flow:
     """A collective that moves nothing; those that do override some of this.
 
+    Args:
+        rooms: for what is to be sent.
+
     Attributes:
         num_blocks: of which there is always one.
+        numel: of what is there in each part at once; None where that varies.
         comes_here: whether anything comes from other hosts, so that there is a second meeting for each block.
         starts_here: whether the ranks of this host give anything, so that there is a first one.
         turns: whether what has come to a lane makes it send something.
@@ -70,12 +101,14 @@ class Flow:
 
     dtype = torch.uint8
     num_blocks = 1
+    numel: int | None = None
     starts_here = True
     comes_here = True
     turns = False
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, rooms: Rooms) -> None:
         self.site = site
+        self.rooms = rooms
 
     def give(self, block: int, part: Tensor) -> None:
         """Write what this rank has into its part of the memory."""
@@ -84,7 +117,7 @@ class Flow:
         """Read what is for this rank in those of its host."""
 
     def pack(self, block: int, parts: Sequence[Tensor]) -> Sends:
-        """What this lane sends, and to which hosts, in memory of its own."""
+        """What this lane sends, and to which hosts; it must stay as it is until it is unpacked."""
         return {}
 
     def expects(self, block: int) -> dict[int, int]:
@@ -117,28 +150,47 @@ class Reduce(Flow):
     """
 
     def __init__(
-        self, site: Site, tensor: Tensor, reduction: Reduction, block_numel: int, size: int, root: int | None
+        self,
+        site: Site,
+        rooms: Rooms,
+        tensor: Tensor,
+        reduction: Reduction,
+        block_numel: int,
+        size: int,
+        root: int | None,
     ) -> None:
-        super().__init__(site)
+        super().__init__(site, rooms)
         self.dtype = tensor.dtype
         self._blocks = _blocks_of(tensor, block_numel)
         self.num_blocks = len(self._blocks)
+        self.numel = tensor.numel() if site.at_once else None
         self._reduction, self._size = reduction, size
         everybody = range(len(site.hosts))
         self._targets = list(everybody) if root is None else [site.host_of(root)]
         self._takes = root is None or root == site.hosts[site.host][site.me]
         self.comes_here = site.host in self._targets
         self.turns = len(site.hosts) > 2 and not site.at_once
+        self._is_alone = len(site.hosts[site.host]) == 1  # so what it has needs no other memory
+        is_scaled = reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype in _NARROW)
+        self._sends_as_is = self._is_alone and not is_scaled and (self._takes or not self.turns)
         self._own: dict[int, Tensor] = {}
 
     def give(self, block: int, part: Tensor) -> None:
+        """All but the share that this rank reduces itself."""
         mine = self._blocks[block]
-        part[: mine.numel()].copy_(mine)
+        for lane, (first, last) in enumerate(_shares_of(mine.numel(), self.site.num_lanes)):
+            if lane != self.site.me:
+                _between(part, first, last).copy_(_between(mine, first, last))
 
     def pack(self, block: int, parts: Sequence[Tensor]) -> Sends:
         first, last = self._share(block, self.site.me)
-        own = self._own[block] = torch.empty(last - first, dtype=self.dtype)
-        sum_here(own, [part[first:last] for part in parts], self._reduction, self._size)
+        given = [self._blocks[block] if place == self.site.me else part for place, part in enumerate(parts)]
+        if self._sends_as_is:
+            own = given[0]
+        else:
+            own = self.rooms.take(last - first, self.dtype)
+            sum_here(own, [_between(part, first, last) for part in given], self._reduction, self._size)
+        self._own[block] = own
         if not self.turns:
             return {host: own for host in self._targets if host != self.site.host}
         return {host: own[slice(*self._part(block, host))] for host in self.site.others}
@@ -161,22 +213,22 @@ class Reduce(Flow):
         return {host: last - first for host, (first, last) in parts.items()}
 
     def unpack(self, block: int, arrived: Sends, in_turn: Sends, part: Tensor) -> None:
-        first, last = self._share(block, self.site.me)
-        own, room = self._own.pop(block), part[first:last]
-        if not self.turns:
+        own, (first, last) = self._own.pop(block), self._share(block, self.site.me)
+        room = self._blocks[block] if self._is_alone else _between(part, first, last)
+        if self.turns:
+            for host, told in {**in_turn, self.site.host: own[slice(*self._part(block, self.site.host))]}.items():
+                room[slice(*self._part(block, host))].copy_(told)
+        else:
             sum_hosts(room, self._in_order(own, arrived), self._reduction, self._size)
-            return
-        for host, told in {**in_turn, self.site.host: own[slice(*self._part(block, self.site.host))]}.items():
-            room[slice(*self._part(block, host))].copy_(told)
+        if not self._sends_as_is:
+            self.rooms.give_back([own])
 
     def take(self, block: int, parts: Sequence[Tensor]) -> None:
-        if self._takes:
-            mine = self._blocks[block]
-            for lane, (first, last) in enumerate(shares_of(mine.numel(), self.site.num_lanes)):
-                mine[first:last].copy_(parts[lane][first:last])
+        if self._takes and not self._is_alone:
+            _take_shares(self._blocks[block], parts, self.site.num_lanes)
 
     def _share(self, block: int, lane: int) -> tuple[int, int]:
-        return shares_of(self._blocks[block].numel(), self.site.num_lanes)[lane]
+        return _shares_of(self._blocks[block].numel(), self.site.num_lanes)[lane]
 
     def _length(self, block: int) -> int:
         first, last = self._share(block, self.site.me)
@@ -184,7 +236,7 @@ class Reduce(Flow):
 
     def _part(self, block: int, host: int) -> tuple[int, int]:
         """Of this lane's share, what ``host`` reduces."""
-        return shares_of(self._length(block), len(self.site.hosts))[host]
+        return _shares_of(self._length(block), len(self.site.hosts))[host]
 
     def _from_others(self, numel: int) -> dict[int, int]:
         return dict.fromkeys(self.site.others, numel)
@@ -197,11 +249,12 @@ class Reduce(Flow):
 class Broadcast(Flow):
     """From host to host: each sends on what it gets while it gets it, so all are done hardly later than the first."""
 
-    def __init__(self, site: Site, tensor: Tensor, block_numel: int, root: int) -> None:
-        super().__init__(site)
+    def __init__(self, site: Site, rooms: Rooms, tensor: Tensor, block_numel: int, root: int) -> None:
+        super().__init__(site, rooms)
         self.dtype = tensor.dtype
         self._blocks = _blocks_of(tensor, block_numel)
         self.num_blocks = len(self._blocks)
+        self.numel = tensor.numel() if site.at_once else None
         source, num_hosts = site.host_of(root), len(site.hosts)
         self.starts_here = site.host == source
         self.comes_here = not self.starts_here
@@ -214,12 +267,12 @@ class Broadcast(Flow):
     def give(self, block: int, part: Tensor) -> None:
         if self.starts_here and self.site.me == self._root:  # asked of all hosts for the first block
             mine = self._blocks[block]
-            part[: mine.numel()].copy_(mine)
+            _between(part, 0, mine.numel()).copy_(mine)
 
     def near(self, block: int, parts: Sequence[Tensor]) -> None:
         if self.starts_here and self.site.me != self._root:
             mine = self._blocks[block]
-            mine.copy_(parts[self._root][: mine.numel()])
+            mine.copy_(_between(parts[self._root], 0, mine.numel()))
 
     def pack(self, block: int, parts: Sequence[Tensor]) -> Sends:
         if not self.starts_here:
@@ -240,12 +293,10 @@ class Broadcast(Flow):
             part[first:last].copy_(arrived[self._before])
 
     def take(self, block: int, parts: Sequence[Tensor]) -> None:
-        mine = self._blocks[block]
-        for lane, (first, last) in enumerate(shares_of(mine.numel(), self.site.num_lanes)):
-            mine[first:last].copy_(parts[lane][first:last])
+        _take_shares(self._blocks[block], parts, self.site.num_lanes)
 
     def _share(self, block: int, lane: int) -> tuple[int, int]:
-        return shares_of(self._blocks[block].numel(), self.site.num_lanes)[lane]
+        return _shares_of(self._blocks[block].numel(), self.site.num_lanes)[lane]
 
 
 class _Windows(Flow):
@@ -254,8 +305,8 @@ class _Windows(Flow):
     The windows of a host's ranks, one after another, are what its lanes share out.
     """
 
-    def __init__(self, site: Site, sizes: Sequence[int], dtype: torch.dtype, window: int) -> None:
-        super().__init__(site)
+    def __init__(self, site: Site, rooms: Rooms, sizes: Sequence[int], dtype: torch.dtype, window: int) -> None:
+        super().__init__(site, rooms)
         self.dtype = dtype
         self._sizes = sizes  # by rank
         self._window = max(1, max(sizes) if site.at_once else window)
@@ -279,10 +330,10 @@ class _Windows(Flow):
 class AllGather(_Windows):
     """Each lane tells all other hosts its share of what this host's ranks have."""
 
-    def __init__(self, site: Site, outputs: Sequence[Tensor], mine: Tensor, block_numel: int) -> None:
+    def __init__(self, site: Site, rooms: Rooms, outputs: Sequence[Tensor], mine: Tensor, block_numel: int) -> None:
         # What comes from all other hosts must fit into a lane's part of the memory.
         window = min(block_numel, (block_numel - len(site.hosts)) * site.num_lanes // len(outputs))
-        super().__init__(site, [output.numel() for output in outputs], mine.dtype, window)
+        super().__init__(site, rooms, [output.numel() for output in outputs], mine.dtype, window)
         self._outputs = outputs
         self._mine = mine
 
@@ -331,9 +382,15 @@ class ReduceScatter(_Windows):
     """Each lane reduces its share of what is for a host over the ranks of this one, and sends it there."""
 
     def __init__(
-        self, site: Site, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction, block_numel: int
+        self,
+        site: Site,
+        rooms: Rooms,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        reduction: Reduction,
+        block_numel: int,
     ) -> None:
-        super().__init__(site, [piece.numel() for piece in inputs], output.dtype, block_numel // len(inputs))
+        super().__init__(site, rooms, [piece.numel() for piece in inputs], output.dtype, block_numel // len(inputs))
         self._output, self._inputs, self._reduction = output, inputs, reduction
         self._own: dict[int, Tensor] = {}
 
@@ -349,7 +406,7 @@ class ReduceScatter(_Windows):
         sends, start = {}, 0
         for host in range(len(self.site.hosts)):
             first, last = self._share(block, host, self.site.me)
-            share = torch.empty(last - first, dtype=self.dtype)
+            share = self.rooms.take(last - first, self.dtype)
             given = [part[start + first : start + last] for part in parts]
             sum_here(share, given, self._reduction, len(self._inputs))
             start += sum(self._lengths(block, host))
@@ -386,9 +443,15 @@ class Sizes(Flow):
     dtype = torch.int64
 
     def __init__(
-        self, site: Site, kind: str, gives: Sequence[Tensor], takes: Sequence[Tensor], ranks: Sequence[int]
+        self,
+        site: Site,
+        rooms: Rooms,
+        kind: str,
+        gives: Sequence[Tensor],
+        takes: Sequence[Tensor],
+        ranks: Sequence[int],
     ) -> None:
-        super().__init__(site)
+        super().__init__(site, rooms)
         self._kind, self._ranks = kind, ranks
         self._mine = torch.tensor([[tensor.numel() for tensor in tensors] for tensors in (gives, takes)]).view(-1)
         self._own = self._mine
@@ -426,7 +489,23 @@ class Sizes(Flow):
 
 def _blocks_of(tensor: Tensor, numel: int) -> list[Tensor]:
     """At least one."""
-    return [tensor[start : start + numel] for start in range(0, max(1, tensor.numel()), numel)]
+    if tensor.numel() <= numel:
+        return [tensor]
+    return [tensor[start : start + numel] for start in range(0, tensor.numel(), numel)]
+
+
+_shares_of = functools.lru_cache(maxsize=1024)(shares_of)
+
+
+def _between(tensor: Tensor, first: int, last: int) -> Tensor:
+    """A slice; of nothing is made what is there."""
+    return tensor if last - first == tensor.numel() else tensor[first:last]
+
+
+def _take_shares(output: Tensor, parts: Sequence[Tensor], num_lanes: int) -> None:
+    """Fill ``output`` with what the lanes have written."""
+    for part, (first, last) in zip(parts, _shares_of(output.numel(), num_lanes), strict=False):
+        _between(output, first, last).copy_(_between(part, first, last))
 
 
 def sum_here(output: Tensor, parts: Sequence[Tensor], reduction: Reduction, size: int) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.across import Across
-from paceline.comm.flows import AllGather, Broadcast, Flow, Reduce, ReduceScatter, Sends, Site, Sizes
+from paceline.comm.flows import AllGather, Broadcast, Flow, Reduce, ReduceScatter, Rooms, Sends, Site, Sizes
 from paceline.comm.messages import _DTYPES
 from paceline.comm.post import Gone, Parcel, Post, memory_of
 from paceline.comm.shm import SharedMemory
@@ -36,7 +36,7 @@ _COLLECTIVES, _MESSAGES = range(2)  # channels
 # Blocks of this size keep a wire of 1 Gbit/s as busy as larger ones do; so do half as large ones, but not one of 10.
 BUFFER_BYTES = 1 << 20
 _DEPTH = 6  # blocks on the wire
-_SMALL_BYTES = 1 << 14  # what is sent with the call
+_SMALL_BYTES = 1 << 17  # sent to all other hosts together with the call
 _CALL_BYTES = 1024
 _VERDICT_BYTES = 4096  # at the beginning of a buffer; what is small follows
 _AGREED, _DIFFERENT, _WAITING = range(3)  # the first of them
@@ -91,13 +91,15 @@ class Hierarchical(Transport):
         self._far = [peer for peer in range(self.size) if peer not in self._members]
         self._ranks = ranks
         self._block_bytes = block_bytes
-        self._small_bytes = min(_SMALL_BYTES, block_bytes - _VERDICT_BYTES)
+        self._small_bytes = min(_SMALL_BYTES // (len(hosts) - 1), block_bytes - _VERDICT_BYTES)
         self._is_head = local.rank == 0
         self._is_lane = local.rank < self.num_lanes
         self._post = post
         self._wire = Wire(post, _COLLECTIVES, self._hear_of_absent)
         self._across: Across | None = None
         self._number = 0  # of the collective
+        self._memory = Rooms()
+        self._rooms: dict[tuple[int, torch.dtype, int | None], Tensor] = {}  # slicing costs more than looking up
         self._spelled: dict[Call, tuple[bytes, bytes]] = {}  # what all must have in common, and all of it
         self._num_near = self._num_far = 0  # waits for ranks of this host, and waits for others alone
         self._awaited: list[Parcel] = []  # of the collective
@@ -124,19 +126,21 @@ class Hierarchical(Transport):
 
     def _reduce(self, call: Call, tensor: Tensor, reduction: Reduction, root: int | None) -> Steps:
         site, numel = self._route(tensor.nbytes), self._block_numel(tensor.dtype)
-        return self._run(call, Reduce(site, tensor, reduction, numel, self.size, root))
+        return self._run(call, Reduce(site, self._memory, tensor, reduction, numel, self.size, root))
 
     def broadcast(self, call: Call, tensor: Tensor, root: int) -> Steps:
         site, numel = self._route(tensor.nbytes), self._block_numel(tensor.dtype)
-        return self._run(call, Broadcast(site, tensor, numel, root))
+        return self._run(call, Broadcast(site, self._memory, tensor, numel, root))
 
     def all_gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor) -> Steps:
         site = self._route(sum(output.nbytes for output in outputs))
-        return self._run(call, AllGather(site, outputs, mine, self._block_numel(mine.dtype)))
+        return self._run(call, AllGather(site, self._memory, outputs, mine, self._block_numel(mine.dtype)))
 
     def reduce_scatter(self, call: Call, output: Tensor, inputs: Sequence[Tensor], reduction: Reduction) -> Steps:
         site = self._route(sum(piece.nbytes for piece in inputs))
-        return self._run(call, ReduceScatter(site, output, inputs, reduction, self._block_numel(output.dtype)))
+        return self._run(
+            call, ReduceScatter(site, self._memory, output, inputs, reduction, self._block_numel(output.dtype))
+        )
 
     def gather(self, call: Call, outputs: Sequence[Tensor], mine: Tensor, root: int) -> Steps:
         gives = [mine if peer == root else mine[:0] for peer in range(self.size)]
@@ -150,7 +154,7 @@ class Hierarchical(Transport):
         return self._exchange(call, outputs, inputs)
 
     def barrier(self, call: Call) -> Steps:
-        return self._run(call, Flow(self._at_once))
+        return self._run(call, Flow(self._at_once, self._memory))
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -310,6 +314,7 @@ class Hierarchical(Transport):
                     parts = self.local._next_buffer(flow.dtype)
                     if self._is_lane:
                         flow.unpack(last, block.arrived, block.in_turn, parts[me])
+                        self._memory.give_back([*block.arrived.values(), *block.in_turn.values()])
                     yield from self._meet()
                     flow.take(last, parts)
         if not flow.comes_here:  # [Note: the last meeting]
@@ -322,14 +327,14 @@ class Hierarchical(Transport):
 
     def _expect(self, number: int, block: _Block, numels: dict[int, int], dtype: torch.dtype) -> Sends:
         """What is to come, by host."""
-        rooms = {host: torch.empty(numel, dtype=dtype) for host, numel in numels.items() if numel}
+        rooms = {host: self._memory.take(numel, dtype) for host, numel in numels.items() if numel}
         sources = [(self._site.hosts[host][self._site.me], room) for host, room in rooms.items()]
         block.came += self._wire.expect_all(self._number, 1 + number, sources)
         return rooms
 
     def _exchange(self, call: Call, takes: Sequence[Tensor], gives: Sequence[Tensor]) -> Steps:
         """From each rank to each, straight from its memory: between hosts there is nothing to be saved."""
-        yield from self._agree(call, Sizes(self._at_once, call.kind, gives, takes, self._ranks))
+        yield from self._agree(call, Sizes(self._at_once, self._memory, call.kind, gives, takes, self._ranks))
         came = self._wire.expect_all(self._number, 1, [(peer, takes[peer]) for peer in self._far])
         sent = self._wire.send_all(self._number, 1, [(peer, gives[peer]) for peer in self._far])
         near = [[tensors[peer] for peer in self._members] for tensors in (takes, gives)]
@@ -353,7 +358,12 @@ class Hierarchical(Transport):
             self._awaited = []
 
     def _meet(self, call: Call | None = None) -> Steps:
-        return self._near(self.local._meet(call))
+        self.local._come(call)
+        self._num_near += 1
+        try:
+            yield from self.local._await_all(call)
+        finally:
+            self._num_near -= 1
 
     def _near(self, steps: Steps) -> Steps:
         """Steps that wait for ranks of this host."""
@@ -375,14 +385,14 @@ class Hierarchical(Transport):
         """
         self._number += 1
         self._is_beginning = True
-        parts = self.local._next_buffer(flow.dtype)
+        parts = self.local._next_buffer(flow.dtype, flow.numel)
         flow.give(0, parts[self._site.me])
         mismatch = None
         try:
             yield from self._meet(call)
         except CollectiveMismatchError as error:
             mismatch = error
-        room, *_ = self.local._next_buffer(torch.uint8)
+        room = self._room(flow)
         if mismatch is not None and not self._is_head:  # the head tells the others first
             self._is_beginning = False
             raise mismatch
@@ -403,8 +413,19 @@ class Hierarchical(Transport):
         if flow.site.at_once:
             flow.near(0, parts)
             if flow.comes_here:
-                flow.take(0, [room[_VERDICT_BYTES:].view(flow.dtype)])
+                flow.take(0, [room])
         return parts
+
+    def _room(self, flow: Flow) -> Tensor:
+        """In the head's part of the next buffer, behind the verdict."""
+        head, *_ = self.local._next_buffer(torch.uint8)
+        key = self.local._buffer, flow.dtype, flow.numel
+        room = self._rooms.get(key)
+        if room is None:
+            if len(self._rooms) >= _MOST_REMEMBERED:
+                self._rooms.clear()
+            room = self._rooms[key] = head[_VERDICT_BYTES:].view(flow.dtype)[: flow.numel]
+        return room
 
     def _judge(
         self, call: Call, flow: Flow, mismatch: CollectiveMismatchError | None, parts: Sequence[Tensor], room: Tensor
@@ -441,7 +462,7 @@ class Hierarchical(Transport):
                 arrived[host] = torch.frombuffer(parcel.memory, dtype=torch.uint8)[parcel.extra :].view(flow.dtype)
         if not verdict and flow.site.at_once and flow.comes_here:
             try:
-                flow.unpack(0, arrived, {}, room[_VERDICT_BYTES:].view(flow.dtype))
+                flow.unpack(0, arrived, {}, room)
             except CollectiveMismatchError as error:
                 verdict = str(error)
         self._write_verdict(_DIFFERENT if verdict else _AGREED, verdict)

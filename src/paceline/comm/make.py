@@ -50,17 +50,15 @@ def make_hier(options: Any) -> CollectiveGroup:
     near.await_all(deadline)
     arena = open_arena(near, deadline, BUFFER_BYTES)
     post = Post(rank)
-    told = post.whereabouts() | {"buffer_bytes": arena.layout.buffer_bytes}
-    meeting.announce("post", json.dumps(told))
-
-    def late(names: str) -> Exception:
-        return RendezvousError(f"rank {rank}: {names} did not say where to reach it before the deadline.")
-
-    meeting.await_ranks(range(len(ranks)), "post", deadline - time.monotonic(), late=late)
-    all_told = [json.loads(meeting.read("post", other)) for other in range(len(ranks))]
-    post.learn(all_told)
+    try:
+        told = _introduce(meeting, post.whereabouts() | {"buffer_bytes": arena.layout.buffer_bytes}, deadline)
+    except BaseException:
+        post.close()
+        arena.close()
+        raise
+    post.learn(told)
     local = SharedMemory(arena, near.rank, [ranks[member] for member in members])
-    block_bytes = min(each["buffer_bytes"] for each in all_told)
+    block_bytes = min(each["buffer_bytes"] for each in told)
     hierarchical = Hierarchical(local, post, hosts, rank, ranks, block_bytes)
     timeout_s = options.timeout.total_seconds()
 
@@ -71,6 +69,18 @@ def make_hier(options: Any) -> CollectiveGroup:
         )
 
     return CollectiveGroup(hierarchical, ranks, timeout_s, make_companion(options), averages)
+
+
+def _introduce(meeting: Meeting, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
+    """What each rank has to tell of itself, by rank."""
+    meeting.announce("post", json.dumps(mine))
+
+    def late(names: str) -> Exception:
+        return RendezvousError(f"rank {meeting.rank}: {names} did not say where to reach it before the deadline.")
+
+    everyone = range(meeting.world_size)
+    meeting.await_ranks(everyone, "post", deadline - time.monotonic(), late=late)
+    return [json.loads(meeting.read("post", rank)) for rank in everyone]
 
 
 def _meet(options: Any) -> tuple[Meeting, float, list[int]]:

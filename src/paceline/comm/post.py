@@ -13,10 +13,11 @@ connection is not read, and the kernel makes the sender wait.
 begun to receive can be waited for and not asked for; a wait for any source goes on for ever, even when all have died;
 when one that has a timeout is over, so are the connections; and small messages go from thread to thread.
 
-The invariant: nothing here blocks, and nothing is called from two threads at once but ``sleep``.
+The invariant: nothing here blocks; and no two threads are in here at once, but in ``sleep`` and ``announce``.
 """
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -42,7 +43,7 @@ _NOTICE = struct.Struct("!?i")
 _WORDS_BYTES = 8192
 _STAGED_BYTES = 1 << 14  # small frames come with one call, large ones go where they belong without a copy
 _AT_ONCE_BYTES = 1 << 22  # read from one connection before others have their turn
-_MOST_MUTE = 64  # connections that have not said who they are
+_MOST_STRANGERS = 64  # connections that have not said who they are, beyond those that all ranks may just have made
 
 # A host that has lost its power or its cable says nothing: its connections are found dead after half a minute. (Not by
 # TCP_USER_TIMEOUT, which would also end those to a peer that is alive and does not read.)
@@ -196,8 +197,11 @@ class Post:
         outgoing.queue.append(Parcel(to, None, _HELLO.pack(self._tokens[to], self._rank, channel)))
         self._num_unsent += 1
         self._epoll.register(connection, select.EPOLLIN | select.EPOLLOUT)
-        connection.connect_ex((host, port))  # how that went is known when it may be written to
-        return outgoing
+        number = connection.connect_ex((host, port))
+        if number not in (0, errno.EINPROGRESS):
+            self._drop(outgoing, self._spell_failure(to, number))
+            return None
+        return outgoing  # how it went is known when it may be written to
 
     def _write(self, outgoing: _Outgoing) -> bool:
         """Send as much as the kernel takes; whether that was anything."""
@@ -238,7 +242,7 @@ class Post:
         if not outgoing.is_connected and events & (select.EPOLLOUT | select.EPOLLERR | select.EPOLLHUP):
             number = outgoing.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if number:
-                self._drop(outgoing, f"no connection to {self._spell(outgoing.peer)}: {os.strerror(number)}")
+                self._drop(outgoing, self._spell_failure(outgoing.peer, number))
                 return
             outgoing.is_connected = True
         if events & ~select.EPOLLOUT and outgoing.is_connected:
@@ -291,7 +295,8 @@ class Post:
             while True:
                 connection, _ = self._listener.accept()
                 _prepare(connection)
-                if sum(incoming.source < 0 for incoming in self._incoming.values()) >= _MOST_MUTE:
+                num_mute = sum(incoming.source < 0 for incoming in self._incoming.values())
+                if num_mute >= _MOST_STRANGERS + len(self._channels) * len(self._addresses):
                     connection.close()
                     continue
                 self._incoming[connection.fileno()] = _Incoming(connection)
@@ -462,9 +467,9 @@ class Post:
             since = time.monotonic() if known is None else known.since
             self.gone[peer] = Gone(peer, since, sign, has_spoken, has_failed, words)
 
-    def _spell(self, peer: int) -> str:
+    def _spell_failure(self, peer: int, number: int) -> str:
         host, port = self._addresses[peer]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"no connection to {f'[{host}]' if ':' in host else host}:{port}: {os.strerror(number)}"
 
 
 def memory_of(tensor: Tensor) -> memoryview | None:
@@ -504,7 +509,8 @@ def _own_address() -> str:
                 return host
     with contextlib.suppress(OSError, EnvironmentVariableError):
         # The name leads nowhere, or (Debian's habit) back to the loopback: take the way to where the ranks have met.
-        family, _, _, _, address = socket.getaddrinfo(read_placement(os.environ).address, 1, type=socket.SOCK_DGRAM)[0]
+        goal = read_placement(os.environ).address or "127.0.0.1"
+        family, _, _, _, address = socket.getaddrinfo(goal, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])

@@ -65,7 +65,7 @@ class _ProcessGroupMPI:
     @staticmethod
     def create(ranks: list[int]) -> dist.ProcessGroup:
         """What c10d calls for ``backend="mpi"``."""
-        from paceline.comm.mpi import make_mpi
+        from paceline.comm.mpi.groups import make_mpi
 
         # c10d passes the ranks alone; what it passes other backends is in its local variables.
         told = sys._getframe(1).f_locals
