@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PYTEST_WORKERS ?= 2
 
-.PHONY: install demo test check format clean
+.PHONY: install demo test check lint format clean
 
 install: $(VENV)/installed
 
@@ -25,11 +25,13 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
-check: install
+check: lint
+	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) -m "not slow"
+
+lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) -m "not slow"
 
 format: install
 	$(BIN)/ruff format
