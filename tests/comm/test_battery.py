@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from comm.battery import BATTERY, applicable, differences, main, same
+from support.battery import BATTERY, applicable, differences, main, same
 from support.ranks import RankError, run_ranks
 
 BACKENDS = ["gloo", "shm"]

@@ -4,7 +4,6 @@ Most tests fork ranks on one machine and tell each that it is on some host: thos
 the others over the loopback. A layout has the host of each rank. The last tests run in network namespaces.
 """
 
-import contextlib
 import importlib
 import itertools
 import json
@@ -12,8 +11,6 @@ import os
 import pathlib
 import re
 import signal
-import socket
-import struct
 import sys
 import time
 from datetime import timedelta
@@ -23,19 +20,18 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from comm.battery import applicable, differences
 from paceline.comm import make
 from paceline.comm.hier import Hierarchical
-from paceline.comm.post import Post, memory_of
+from paceline.comm.post import Post
 from paceline.comm.shm import SharedMemory
 from paceline.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
-    CommunicationError,
     PacelineError,
     PeerError,
     RendezvousError,
 )
+from support.battery import applicable, differences
 from support.commands import write_script
 from support.hosts import hosts, start_ranks
 from support.ranks import RankError, expect_errors, run_ranks
@@ -342,12 +338,6 @@ def test_a_message_that_does_not_fit_names_its_sender():
     assert "rank 2 waits for 5 elements of float32 with tag 0, but rank 0 sent 4 elements of float32" in error
 
 
-def test_an_interface_that_is_not_there_is_named(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "dummy7")
-    with pytest.raises(CommunicationError, match=r"^GLOO_SOCKET_IFNAME='dummy7': this host has no such interface.* lo"):
-        Post(0)
-
-
 # -- gone --------------------------------------------------------------------------------------------------------------
 
 
@@ -564,110 +554,6 @@ def test_a_message_that_nobody_takes_holds_up_nothing_else():
     assert on_hosts((0, 0, 1), overtake)[2] == (6.0, [2.0], [1.0])
 
 
-class Recorder:
-    """A channel that takes everything, or nothing while ``is_open`` is false."""
-
-    def __init__(self, post):
-        self.is_open = True
-        self.frames = []
-        post.open(0, self.place, self.arrived)
-
-    def place(self, source, key, num_bytes, extra):
-        if not self.is_open:
-            return None
-        self.memory = bytearray(num_bytes)
-        self.head = source, key, extra
-        return memoryview(self.memory)
-
-    def arrived(self, source, key):
-        self.frames.append((*self.head, bytes(self.memory)))
-
-
-@pytest.fixture
-def posts(monkeypatch):
-    """Two ranks' ends, in one process."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    both = [Post(rank) for rank in range(2)]
-    whereabouts = [json.loads(json.dumps(post.whereabouts())) for post in both]
-    for post in both:
-        post.learn(whereabouts)
-    yield both
-    for post in both:
-        post.close()
-
-
-def drive(posts, until, timeout_s=SOON_S):
-    deadline = time.monotonic() + timeout_s
-    while not until() and time.monotonic() < deadline:
-        for post in posts:
-            post.poll()
-    return until()
-
-
-def test_frames_of_any_size_arrive_in_order(posts):
-    recorder = Recorder(posts[1])
-    texts = [b"", b"abc", os.urandom(1 << 14), os.urandom(5_000_001), b"", b"end"]
-    parcels = [posts[0].send(0, 1, key, memoryview(text) if text else None, 7) for key, text in enumerate(texts)]
-    assert drive(posts, lambda: len(recorder.frames) == len(texts))
-    assert recorder.frames == [(0, key, 7, text) for key, text in enumerate(texts)]
-    assert all(parcel.is_done for parcel in parcels)
-    assert posts[0].num_unsent == 0
-
-
-def test_while_nobody_takes_a_frame_its_sender_waits(posts):
-    recorder = Recorder(posts[1])
-    recorder.is_open = False
-    Recorder(posts[0])
-    parcel = posts[0].send(0, 1, 1, memoryview(bytes(64_000_000)))
-    assert not drive(posts, lambda: parcel.is_done, timeout_s=0.3)
-    recorder.is_open = True
-    posts[1].resume(0)
-    assert drive(posts, lambda: len(recorder.frames) == 1)
-    assert parcel.is_done
-
-
-def test_last_words_are_heard_while_a_frame_is_under_way(posts):
-    Recorder(posts[0])
-    Recorder(posts[1]).is_open = False
-    posts[0].send(0, 1, 1, memoryview(bytes(64_000_000)))
-    drive(posts, lambda: False, timeout_s=0.2)
-    posts[1].announce(has_failed=True, words="out of memory")
-    assert drive(posts, lambda: 1 in posts[0].gone and posts[0].gone[1].has_spoken)
-    assert (posts[0].gone[1].has_failed, posts[0].gone[1].words) == (True, "out of memory")
-
-
-def test_strangers_are_shown_out(posts):
-    recorder = Recorder(posts[1])
-    told = posts[1].whereabouts()
-    with socket.create_connection((told["host"], told["port"]), timeout=SOON_S) as stranger:
-        stranger.sendall(struct.pack("!32sii", b"0" * 32, 0, 0) + b"hello" * 100)
-        drive(posts, lambda: False, timeout_s=0.1)
-        stranger.settimeout(SOON_S)
-        with contextlib.suppress(ConnectionResetError):
-            assert stranger.recv(10) == b""
-    posts[0].send(0, 1, 5, memory_of(torch.tensor([1, 2], dtype=torch.uint8)))
-    assert drive(posts, lambda: recorder.frames)
-    assert recorder.frames == [(0, 5, 0, b"\1\2")]
-    assert posts[1].gone == {}
-
-
-def test_who_cannot_be_reached_is_gone(posts):
-    posts[1].close()
-    parcel = posts[0].send(0, 1, 1, None)
-    assert drive(posts[:1], lambda: 1 in posts[0].gone)
-    assert re.match(r"no connection to 127\.0\.0\.1:\d+: Connection refused", posts[0].gone[1].sign)
-    assert not parcel.is_done
-
-
-def test_where_no_way_leads_is_said_at_once(posts):
-    told = [posts[0].whereabouts(), posts[1].whereabouts() | {"host": "255.255.255.255"}]
-    posts[0].learn(told)
-    posts[0].send(0, 1, 1, None)
-    assert drive(posts[:1], lambda: 1 in posts[0].gone)
-    assert posts[0].gone[1].sign.startswith("no connection to 255.255.255.255:")
-    assert posts[0].num_unsent == 0
-
-
 # -- averages of gradients ---------------------------------------------------------------------------------------------
 
 
@@ -750,7 +636,7 @@ import hashlib, json, sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 import torch, torch.distributed as dist, paceline
 from paceline.comm.hier import Hierarchical
-from comm.battery import differences
+from support.battery import differences
 with paceline.init("hier", timeout=30) as world:
     assert isinstance(dist.group.WORLD.transport, Hierarchical)
     names = ["all_reduce_sums", "reduce_to_each_root", "broadcast_from_each_root", "all_gather_into_a_list"]

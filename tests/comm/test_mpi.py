@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import paceline
-from comm.battery import applicable, differences
 from paceline.errors import CommunicationError
+from support.battery import applicable, differences
 from support.commands import start, write_script
 from support.ranks import run_ranks
 
@@ -112,7 +112,7 @@ def test_the_battery_is_passed_by_one_rank():
 def test_the_battery_is_passed_and_what_streams_also_in_small_messages(tmp_path, world_size):
     source = f"""
         import paceline
-        from comm.battery import applicable, differences
+        from support.battery import applicable, differences
 
         def run(names):
             for name in names:

@@ -13,6 +13,7 @@ The invariant: the first meeting of every collective compares what the ranks hav
 on a mismatch all of them raise, none has written to a result, and the group goes on.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Generator, Sequence
 
@@ -294,6 +295,8 @@ class SharedMemory(Transport):
             if len(self._spelled) >= _MOST_REMEMBERED:
                 self._spelled.clear()
             common = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}\0".encode()
+            if len(common) > CALL_BYTES // 2:  # the sizes of very many ranks
+                common = hashlib.blake2b(common).hexdigest().encode() + b"\0"
             spelled = self._spelled[call] = common, (common + str(call).encode())[: CALL_BYTES - 1] + b"\0"
         start = self._calls_at[self._buffer][self.rank]
         self.arena.memory[start : start + len(spelled[1])] = spelled[1]
