@@ -8,6 +8,8 @@ rank is. Medians over the rounds; a ratio is the median of each round's own. A s
 broadcast sends, all_gather contributes and reduce_scatter splits; 1 MB is 10^6 bytes.
 
 ``--load N`` keeps N processes computing beside the ranks: what a backend costs where cores are short.
+
+The last result, with its machine, is in docs/performance.md.
 """
 
 import argparse

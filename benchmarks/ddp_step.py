@@ -17,6 +17,8 @@ included; "peak" is the highest RSS in steps 6 to 10, activations included; "fir
 first five, when buckets are rearranged. RSS counts a page of shared memory fully in each rank that has touched it; PSS
 divides it by their number, so that the PSS of all ranks adds up to what the machine has given. Beside each model's name
 its parameters' own size.
+
+The last result, with its machine, is in docs/performance.md.
 """
 
 import argparse

@@ -7,6 +7,8 @@ each backend in turns: of 25 MB each host must send 25 MB to the other, so the w
 the second they train an MLP with 25 MB of gradients, under torch's DDP over the first backend and paceline's over each
 of the others. Medians over the rounds; a ratio is the median of each round's own. All four ranks compute on this
 machine's cores, so a step is slower than on two real hosts, and the network's part in it smaller.
+
+The last result, with its machine, is in docs/performance.md.
 """
 
 import argparse
