@@ -42,3 +42,8 @@ def test_torchs_import_brings_in_nothing_of_ours_but_the_names():
 def test_what_torch_chooses_by_itself_stays():
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
     assert dist.Backend.backend_capability["shm"] == ["cpu"]
+
+
+def test_off_linux_shared_memory_is_not_offered():
+    code = f"import sys, torch.distributed; sys.platform = 'darwin'; import paceline; {LIST}"
+    assert output_of(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\n"

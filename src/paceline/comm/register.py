@@ -22,8 +22,9 @@ def register() -> None:
     """Let ``torch.distributed`` know ``shm`` and its kin. Twice does no harm."""
     if not dist.is_available() or "shm" in dist.Backend.backend_list:
         return
-    dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
-    dist.Backend.register_backend("hier", _make_hier, extended_api=True, devices=["cpu"])
+    if sys.platform == "linux":  # which has files without names, and semaphores that processes can share
+        dist.Backend.register_backend("shm", _make_shm, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend("hier", _make_hier, extended_api=True, devices=["cpu"])
     if not dist.is_mpi_available() and importlib.util.find_spec("mpi4py") is not None:
         _stand_in_for_mpi()
 
