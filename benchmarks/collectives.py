@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/collectives.py [--backends gloo shm] [--rounds 30] [--load 2]
 
 The backends take turns within each round, so that all see the same machine. A round starts at a barrier, calls the
-collective up to 20 times on end (a barrier's own end is no sharper than a small message), and is over when the slowest
+collective 4 to 20 times on end (a barrier's own end is no sharper than a small message), and is over when the slowest
 rank is. Medians over the rounds; a ratio is the median of each round's own. A size is that of each rank's tensor, which
 broadcast sends, all_gather contributes and reduce_scatter splits; 1 MB is 10^6 bytes.
 
@@ -115,7 +115,7 @@ def main() -> None:
             # Zeros, written so that they are real pages: they stay what they are, however often they are summed.
             x = torch.full((size_bytes // 4,), 0.0)
             calls = {backend: OPS[options.op](x, group) for backend, group in groups.items()}
-            times = take_turns(calls, options.rounds, repeats=max(1, min(20, 4_000_000 // size_bytes)))
+            times = take_turns(calls, options.rounds, repeats=max(4, min(20, 20_000_000 // size_bytes)))
             medians = [f"{statistics.median(times[backend]) * 1e3:14.3f}" for backend in options.backends]
             ratios = [f"{ratio(times[first], times[other]):14.1f}" for other in others]
             world.print(f"{name:10}{''.join(medians + ratios)}", flush=True)

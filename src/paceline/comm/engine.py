@@ -5,8 +5,10 @@ waits for an operation takes turns at driving all of them. Where nobody waits, a
 what is under way, so that ranks never depend on when the others come to wait.
 
 [Note: waiting] A wait looks again at once for some microseconds, since peers that run are mostly about to come; then it
-yields the core, which is what gets ahead when there are more ranks than cores; then it sleeps in the kernel, which
-wakes it with a higher priority than those that have been computing. Where ranks outnumber the cores it yields at once.
+yields the core; then it sleeps in the kernel, which wakes it with a higher priority than those that have been
+computing, and on a free core, if there is one. So a yield that took long, because somebody else has computed on this
+core, is the last before it sleeps. Where ranks outnumber the cores, that somebody is mostly the peer that it waits for:
+there it yields at once, and many times.
 
 The invariant: an operation that fails leaves the ranks out of step, so all later ones of the group fail too, with the
 first one's reason, on this rank and on all others; a mismatch alone, which is found before anything is done, does not.
@@ -34,6 +36,8 @@ from paceline.errors import (
 from paceline.rendezvous.peers import name_ranks
 
 _NUM_SPINS, _NUM_YIELDS = 40, 60
+_NUM_YIELDS_CROWDED = 300  # where ranks outnumber the cores
+_LONG_YIELD_S = 30e-6
 _PAUSE_S = 0.05  # at most, before the peers are looked at
 _LOOK_S = 0.1  # between two looks at the peers
 _DOUBT_S = 0.25  # how long news of a peer that is gone may be on its way
@@ -144,7 +148,7 @@ class Engine:
         self._doubted_since = math.inf
         self._drivers: list[_Driver] = []
         self._others: list[Callable[[], bool]] = []
-        self._num_spins = _NUM_SPINS if transport.num_local <= _num_cores() else 0
+        self._is_crowded = transport.num_local > _num_cores()
 
     # -- what a group calls --------------------------------------------------------------------------------------
 
@@ -206,6 +210,7 @@ class Engine:
             raise
 
     def _wait_until(self, is_done: Callable[[], bool], operation: Operation, deadline: float) -> None:
+        num_spins, num_yields = (0, _NUM_YIELDS_CROWDED) if self._is_crowded else (_NUM_SPINS, _NUM_YIELDS)
         num_looks = 0
         while True:
             with self._lock:
@@ -215,13 +220,13 @@ class Engine:
                     return
                 self._check_usable()
                 num_looks += 1
-                sleeps = num_looks > self._num_spins + _NUM_YIELDS
+                sleeps = num_looks > num_spins + num_yields
                 self._num_sleepers += sleeps  # with the lock: who ends the operation after this will ring
             if sleeps:
                 self._sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
                 self._look_after(operation, is_done, deadline)
-            elif num_looks > self._num_spins:
-                os.sched_yield()
+            elif num_looks > num_spins and self._yield_core():
+                num_looks = num_spins + num_yields
 
     def cancel(self, message: Operation) -> None:
         """Wait for it no more, if it is not done: as if it had never been asked for."""
@@ -377,6 +382,12 @@ class Engine:
             if isinstance(error, PeerError) or now >= operation.deadline:
                 self._fail(str(error), error)
         raise error
+
+    def _yield_core(self) -> bool:
+        """Whether it is time to sleep. [Note: waiting]"""
+        start = time.perf_counter()
+        os.sched_yield()
+        return not self._is_crowded and time.perf_counter() - start > _LONG_YIELD_S
 
     def look_after(self, operation: Operation) -> None:
         self._look_after(operation, lambda: operation.is_done, operation.deadline)

@@ -74,17 +74,35 @@ class SharedMemory(Transport):
         return self._stream(call, tensor, drain)
 
     def _all_reduce_in_shares(self, call: Call, tensor: Tensor, reduction: Reduction) -> Steps:
-        """Each rank reduces one share of a block, and all gather the shares."""
-        for index, block in enumerate(self._blocks(tensor)):
-            parts = self._next_buffer(tensor.dtype, block.numel())
-            parts[self.rank].copy_(block)
-            yield from self._meet(call if index == 0 else None)
+        """Each rank reduces one share of a block, and all gather the shares.
+
+        A block's last meeting is the next one's first: its shares are reduced, and the next block is written.
+        """
+        blocks = self._blocks(tensor)
+        parts = self._fill_for_others(blocks[0])
+        yield from self._meet(call)
+        for index, block in enumerate(blocks):  # [Note: three buffers]
+            current = parts
             shares = shares_of(block.numel(), self.size)
             mine = slice(*shares[self.rank])
-            reduce_into(parts[self.rank][mine], [part[mine] for part in parts], reduction)
+            pieces = [part[mine] for part in current]
+            result, pieces[self.rank] = pieces[self.rank], block[mine]
+            reduce_into(result, pieces, reduction)
+            block[mine].copy_(result)  # while it is in the cache
+            if index + 1 < len(blocks):
+                parts = self._fill_for_others(blocks[index + 1])
             yield from self._meet(None)
-            for peer, (first, last) in enumerate(shares):
-                block[first:last].copy_(parts[peer][first:last])
+            for peer in self._peers:
+                share = slice(*shares[peer])
+                block[share].copy_(current[peer][share])
+
+    def _fill_for_others(self, block: Tensor) -> list[Tensor]:
+        """Write all of ``block`` but the share that this rank reduces itself."""
+        parts = self._next_buffer(block.dtype, block.numel())
+        first, last = shares_of(block.numel(), self.size)[self.rank]
+        for others in (slice(None, first), slice(last, None)):
+            parts[self.rank][others].copy_(block[others])
+        return parts
 
     def reduce(self, call: Call, tensor: Tensor, reduction: Reduction, root: int) -> Steps:
         def drain(block: Tensor, parts: list[Tensor]) -> None:
