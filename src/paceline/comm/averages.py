@@ -20,7 +20,7 @@ from torch import Tensor
 from paceline.comm.arena import NUM_BUCKET_SLOTS
 from paceline.comm.engine import Engine, Operation
 from paceline.comm.heap import Heap
-from paceline.comm.reductions import reduce_into
+from paceline.comm.reductions import divide, reduce_into
 from paceline.comm.shm import SharedMemory, shares_of
 from paceline.comm.signals import FINISHED, LAUNCHED
 from paceline.comm.transport import Call, Reduction, Steps
@@ -133,7 +133,7 @@ class Averages:
         while self._crossing and self._crossing[0][0].is_completed():
             work, share, copies = self._crossing.popleft()
             work.wait()  # raises if it failed
-            share /= self._size
+            divide(share, self._size)
             for copy in copies:
                 copy.copy_(share)
             self._finish()

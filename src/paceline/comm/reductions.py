@@ -43,7 +43,7 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
         for part in parts[2:]:
             combine(total, part, out=total)
         if reduction.name == "avg":
-            total /= len(parts)
+            divide(total, len(parts))
         output.copy_(total)
         return
     else:
@@ -54,7 +54,14 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
         if is_in_place:
             output.copy_(total)
     if reduction.name == "avg" and len(parts) > 1:
-        if output.is_floating_point() or output.is_complex():
-            output /= len(parts)
-        else:
-            output.div_(len(parts), rounding_mode="trunc")
+        divide(output, len(parts))
+
+
+def divide(sums: Tensor, count: int) -> None:
+    """Make averages of ``count`` values of their sums."""
+    if not (sums.is_floating_point() or sums.is_complex()):
+        sums.div_(count, rounding_mode="trunc")
+    elif count & (count - 1) == 0:
+        sums *= 1 / count  # as exact for a power of two, and many times as fast
+    else:
+        sums /= count
