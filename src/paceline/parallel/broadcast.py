@@ -1,4 +1,4 @@
-"""Copying the first rank's tensors to the others, many in one message."""
+"""Copying one rank's tensors to the others, many in one message."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,18 +9,18 @@ _CHUNK_BYTES = 25 << 20
 
 
 @torch.no_grad()
-def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``tensors`` with those of the group's first rank, in place.
+def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
+    """Overwrite ``tensors`` with those of the group's rank ``source``, in place.
 
     Args:
         tensors: alike in number, shape, dtype and device on every rank; any strides.
     """
-    is_source = dist.get_group_rank(group, dist.get_rank()) == 0
+    is_source = dist.get_group_rank(group, dist.get_rank()) == source
     for chunk in _chunks(tensors):
         # As bytes: not every backend knows every dtype, but all of them know bytes.
         pieces = [tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in chunk]
         flat = torch.cat(pieces)
-        dist.broadcast(flat, group=group, group_src=0)
+        dist.broadcast(flat, group=group, group_src=source)
         if is_source:
             continue
         received = torch.split(flat, [piece.numel() for piece in pieces])

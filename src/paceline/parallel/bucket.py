@@ -91,6 +91,10 @@ class Bucket(ABC):
         """Average the late gradients of all ranks and add them. A collective call, after ``wait``."""
 
     @abstractmethod
+    def rescale(self, factor: float) -> None:
+        """Multiply the average, after ``wait``."""
+
+    @abstractmethod
     def give(self, used: Sequence[bool]) -> None:
         """End the round: the average becomes ``param.grad`` of the parameters that some rank used.
 
@@ -113,7 +117,13 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """Dense gradients of one dtype on one device, in one piece of memory."""
+    """Dense gradients of one dtype on one device, in one piece of memory.
+
+    Attributes:
+        divides: whether gradients are divided when they are packed, so that the ranks' sum is the average.
+    """
+
+    divides = True
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
         super().__init__(number, members, world_size)
@@ -178,10 +188,13 @@ class DenseBucket(Bucket):
         return sum(member.param.numel() for member in self.members)
 
     def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:
-        """Write each source into its target; with what is in place already, the ranks' sum is to be the average."""
-        _divide_into(targets, sources, self.world_size)
-        if in_place:
-            torch._foreach_mul_(list(in_place), 1 / self.world_size)
+        """Write each source into its target; some are in place already."""
+        if self.divides:
+            _divide_into(targets, sources, self.world_size)
+            if in_place:
+                torch._foreach_mul_(list(in_place), 1 / self.world_size)
+        elif targets:
+            torch._foreach_copy_(list(targets), list(sources))
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._flat is not None
@@ -193,6 +206,10 @@ class DenseBucket(Bucket):
                 member.param.grad = None
         dist.all_reduce(late, group=group)
         self._flat.add_(late)
+
+    def rescale(self, factor: float) -> None:
+        assert self._flat is not None
+        self._flat.mul_(factor)
 
     def give(self, used: Sequence[bool]) -> None:
         if not self._kept and not self.is_late() and all(map(used.__getitem__, self.indices)):  # in the common case
@@ -241,6 +258,8 @@ class DenseBucket(Bucket):
 class SharedBucket(DenseBucket):
     """Dense gradients in memory that all ranks of the host reach: averaged where they lie."""
 
+    divides = False
+
     def __init__(self, number: int, members: Sequence[Member], world_size: int, averages: Averages) -> None:
         super().__init__(number, members, world_size)
         self._averages = averages
@@ -259,10 +278,6 @@ class SharedBucket(DenseBucket):
     def _allocate(self) -> Tensor:
         self._shared = self._averages.allocate(self._numel(), self.members[0].param.dtype)
         return self._shared.tensor
-
-    def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:  # noqa: ARG002
-        if targets:
-            torch._foreach_copy_(list(targets), list(sources))
 
 
 class SparseBucket(Bucket):
@@ -294,6 +309,10 @@ class SparseBucket(Bucket):
     def reduce_late(self, group: dist.ProcessGroup) -> None:
         assert self._sum is not None
         self._sum = (self._sum + _sum_of_rows(self._take(), group, self.world_size)).coalesce()
+
+    def rescale(self, factor: float) -> None:
+        assert self._sum is not None
+        self._sum = self._sum * factor
 
     def give(self, used: Sequence[bool]) -> None:
         assert self._sum is not None

@@ -5,8 +5,10 @@ A vector of bytes, reduced with MAX, so that one message of any backend carries 
     used[P]       1 where the rank has a gradient of parameter p
     late[B]       1 where a gradient came after bucket b had been launched
     changed[1]    1 where the rank has seen a parameter that the ranks have not agreed on
-    state[8]      a digest that must be the same on all ranks ...
-    mirror[8]     ... and 255 minus it: the two maxima add up to 255 exactly where all ranks agree
+    digests[16]   of what must be the same on all ranks: how parameters train, and samples of the weights ...
+    mirrors[16]   ... and 255 minus each byte: the two maxima add up to 255 exactly where all ranks agree
+
+A rank that has run out of data and only keeps the others company has zeros everywhere, which say nothing.
 """
 
 import hashlib
@@ -16,7 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-_DIGEST_BYTES = 8
+DIGEST_BYTES = 8
+NO_DIGEST = bytes(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -27,23 +30,32 @@ class Control:
         used: by parameter, whether it has a gradient (on any rank).
         late: by bucket, whether it must be reduced once more.
         is_changed: whether parameters must be agreed on anew.
-        is_same_state: whether all ranks' ``state`` is the same.
+        is_same_state: whether parameters train alike on all ranks.
+        is_same_weights: whether the samples of the weights are the same.
     """
 
     used: Sequence[bool]
     late: Sequence[bool]
     is_changed: bool
     is_same_state: bool = True
+    is_same_weights: bool = True
 
 
 class PendingControl:
-    """A control message under way; ``result`` waits for it."""
+    """A control message under way; ``result`` waits for it.
 
-    def __init__(self, mine: Control, digest: bytes, group: dist.ProcessGroup) -> None:
+    Args:
+        digests: of this rank's state and of its weights; None for a rank that only keeps the others company.
+    """
+
+    def __init__(self, mine: Control, digests: tuple[bytes, bytes] | None, group: dist.ProcessGroup) -> None:
         message = bytearray(mine.used) + bytearray(mine.late)
         message.append(mine.is_changed)
-        message += digest
-        message += bytes(255 - byte for byte in digest)
+        if digests is None:
+            message += bytes(4 * DIGEST_BYTES)
+        else:
+            both = digests[0] + digests[1]
+            message += both + bytes(255 - byte for byte in both)
         self._num_used, self._num_late = len(mine.used), len(mine.late)
         self._tensor = torch.frombuffer(message, dtype=torch.uint8)
         self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
@@ -54,16 +66,17 @@ class PendingControl:
         told = self._tensor.numpy().tobytes()
         end_of_used = self._num_used
         end_of_late = end_of_used + self._num_late
-        state = told[end_of_late + 1 : -_DIGEST_BYTES]
-        mirror = told[-_DIGEST_BYTES:]
+        maxima, mirrors = told[-4 * DIGEST_BYTES : -2 * DIGEST_BYTES], told[-2 * DIGEST_BYTES :]
+        agrees = [a + b == 255 for a, b in zip(maxima, mirrors, strict=True)]
         return Control(
             used=list(map(bool, told[:end_of_used])),
             late=list(map(bool, told[end_of_used:end_of_late])),
             is_changed=bool(told[end_of_late]),
-            is_same_state=all(a + b == 255 for a, b in zip(state, mirror, strict=True)),
+            is_same_state=all(agrees[:DIGEST_BYTES]),
+            is_same_weights=all(agrees[DIGEST_BYTES:]),
         )
 
 
-def digest_of(state: object) -> bytes:
+def digest_of(content: bytes) -> bytes:
     """Of what must be the same on all ranks."""
-    return hashlib.blake2b(repr(state).encode(), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -7,32 +7,45 @@ after every optimizer step, and these are the weights of one process that saw al
 import contextlib
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.utils import _to_kwargs
-from torch.nn import Module
-from torch.nn.parameter import UninitializedParameter
+from torch.nn import Module, Parameter
 
 from paceline import world
-from paceline.errors import PlanError, ReductionError, WorldError
+from paceline.errors import ReductionError
+from paceline.parallel import arguments
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.channels import open_channels, retired_names
+from paceline.parallel.comm_hooks import Hook, builtin_hook, check_hook
+from paceline.parallel.in_backward import take_over
+from paceline.parallel.join import Joining, ShadowHook, Stateful, call_roll, note_live
+from paceline.parallel.mixed_precision import LowPrecision, reduce_in
 from paceline.parallel.outputs import find_tensors
 from paceline.parallel.reducer import Reducer, collect_abandoned
 from paceline.parallel.registry import Registry
-from paceline.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, SHARED_CAP_BYTES
 
 
-class DistributedDataParallel(Module):
+class Absent:
+    """An attribute that torch's class has and this one has not, in spite of being a subclass."""
+
+    def __get__(self, _instance: object, _owner: type) -> NoReturn:
+        raise AttributeError
+
+
+class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Average a module's gradients over the ranks of a process group; torch's class of that name.
 
     Gradients are averaged during every backward that reaches the module's parameters, whether or not its forward was
     called through this wrapper. Parameters that no rank used keep ``grad=None``. Each rank must run backward equally
     often. Evaluation (``eval()`` or ``no_grad``) needs no other rank.
+
+    It is a subclass of torch's, so that other people's ``isinstance`` holds, but shares no code with it.
 
     Args:
         module: the model, on one device (or, without ``device_ids``, on several of one type), built alike on all ranks.
@@ -44,11 +57,18 @@ class DistributedDataParallel(Module):
         init_sync: copy the first rank's parameters and buffers to all. Names and shapes are compared in any case.
         process_group: the ranks that take part; by default all.
         bucket_cap_mb: MiB of gradients that travel together, 25 by default.
-        find_unused_parameters, static_graph, check_reduction, gradient_as_bucket_view, skip_all_reduce_unused_params:
-            accepted and not needed: unused parameters and changing graphs are always right, and gradients always lie in
-            the buckets.
+        find_unused_parameters, static_graph, check_reduction, gradient_as_bucket_view, skip_all_reduce_unused_params,
+        batched_grad_copy: accepted and not needed: unused parameters and changing graphs are always right, and
+            gradients always lie in the buckets, copied a bucket at a time.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: accepted, both or neither, and not needed: gradients
+            that come late or more than once in a backward are always right.
+        mixed_precision: torch's ``_MixedPrecision``: forward and backward in ``param_dtype``, gradients averaged in
+            ``reduce_dtype`` or else in the parameters' own.
         device_mesh: a one-dimensional mesh instead of ``process_group``.
+        bucket_cap_mb_list: MiB in each bucket, in the order in which gradients arrive; the last counts for the rest.
         forward_sync_buffers: copy the first rank's buffers to all before each training forward. True by default.
+        detect_drift: compare samples of the weights between ranks in each backward, and raise on all ranks where they
+            differ. Always off with a communication hook.
     Raises:
         ReplicaMismatchError: on every rank, if the ranks' parameters or buffers differ in name, shape or dtype.
         ValueError, RuntimeError: where torch raises them: no process group, nothing to train, devices that do not fit,
@@ -57,6 +77,12 @@ class DistributedDataParallel(Module):
     """
 
     module: Module
+    use_side_stream_for_tensor_copies = True  # torch's ``to_kwargs`` asks for it
+    # torch's own books and machinery.
+    _get_ddp_logging_data = _set_ddp_runtime_logging_sample_rate = _register_buffer_comm_hook = Absent()
+    _ddp_init_helper = _build_params_for_reducer = _run_ddp_forward = _check_global_requires_backward_grad_sync = (
+        Absent()
+    )
     _reducer: Reducer | None
 
     def __init__(
@@ -73,52 +99,100 @@ class DistributedDataParallel(Module):
         check_reduction: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
-        *,
+        delay_all_reduce_named_params: Iterable[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
+        mixed_precision: Any = None,
         device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        detect_drift: bool = True,
     ) -> None:
-        super().__init__()
-        self.process_group = _choose_group(process_group, device_mesh)
+        Module.__init__(self)
+        Joinable.__init__(self)
+        arguments.check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self.process_group = arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
+            arguments.prepare_for_mesh(module, device_mesh)
         self.module = module
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.static_graph = static_graph
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
         self.parameters_to_ignore: set[str] = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         params = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
-        self.device_type = _check_params(params)
+        self.device_type = arguments.check_params(params)
+        self.is_multi_device_module = len({param.device for param in params}) > 1
         self.device = params[0].device
-        self.device_ids, self.output_device = _choose_device(params, device_ids, output_device)
+        self.device_ids, self.output_device = arguments.choose_device(params, device_ids, output_device)
         if check_reduction:
             warnings.warn(
                 "check_reduction is not needed: every gradient is always reduced.", FutureWarning, stacklevel=2
             )
-        self._init_sync = init_sync
-        self._init_sync_buffers = self._choose_buffers(broadcast_buffers, forward_sync_buffers)
-        self._bucket_cap_mb = _check_cap(bucket_cap_mb)
+        self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_syncs(
+            broadcast_buffers, forward_sync_buffers
+        )
+        self._init_sync, self._init_sync_buffers = init_sync, init_sync_buffers
+        self._caps = arguments.Caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._detect_drift = detect_drift
+        self.mixed_precision = mixed_precision
+        self._low_precision = mixed_precision and LowPrecision(mixed_precision, self.parameters_to_ignore)
+        if self._low_precision is not None:
+            self._low_precision.cast_buffers(module)
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._comm_hooks: list[tuple[Hook, object]] = []
+        self._divides_by_initial = False
+        self._has_looked_for_optimizers = False
         self._join_ranks()
         if (here := world.current()) is not None:
             here.part_random_streams()
 
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; torch's semantics."""
-        if not self._is_joined and self.training and torch.is_grad_enabled():
-            self._join_ranks()
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
+        trains = self.training and torch.is_grad_enabled()
+        if trains:
+            self._prepare_to_train()
         if self.device_ids:
             moved, moved_kwargs = _to_kwargs(inputs, kwargs, torch.device("cuda", self.device_ids[0]), True)
             inputs, kwargs = moved[0], moved_kwargs[0]
-        output = self.module(*inputs, **kwargs)
+        if self._low_precision is None:
+            output = self.module(*inputs, **kwargs)
+        else:
+            output = self._low_precision.call(self.module, inputs, kwargs)
         if self._reducer is not None and torch.is_grad_enabled():
             for tensor in find_tensors(output):
                 self._reducer.watch(tensor)
         return output
+
+    def _prepare_to_train(self) -> None:
+        """What a training forward begins with; only that needs other ranks."""
+        if not self._is_joined:
+            self._join_ranks()
+        if not self._has_looked_for_optimizers:
+            self._has_looked_for_optimizers = True
+            if self._reducer is not None:
+                self._reducer.steps_in_backward = take_over(self._registry.params)
+        source = 0
+        if self._join_config.enable and self._reducer is not None:
+            notified = Join.notify_join_context(self)
+            if notified is not None:
+                notified.wait()
+            source, _ = self._attend(is_live=True)
+        if self.will_sync_module_buffers():
+            self._sync_buffers(source)
+
+    def _attend(self, *, is_live: bool) -> tuple[int, bool]:
+        """Call the roll under ``join``: the first live rank, and whether the backward to come averages."""
+        live, will_sync = call_roll(self._channels.control, is_live=is_live, will_sync=self.require_backward_grad_sync)
+        note_live(self, live)
+        return live[0], will_sync
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,9 +238,10 @@ class DistributedDataParallel(Module):
             and bool(self._registry.buffer_names)
         )
 
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, source: int = 0) -> None:
+        """Copy the buffers of the group's rank ``source`` to all. A collective call."""
         try:
-            broadcast_tensors(self._registry.buffers(), self.process_group)
+            broadcast_tensors(self._registry.buffers(), self.process_group, source)
         except RuntimeError as error:
             names = self._registry.buffer_names
             raise ReductionError(
@@ -175,6 +250,71 @@ class DistributedDataParallel(Module):
                 "of training forwards: call eval(), or use no_grad(), where a rank evaluates. The backend reports: "
                 f"{error}"
             ) from error
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = False,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        *,
+        states: Sequence[Stateful] = (),
+    ) -> Join:
+        """A context in which ranks may run out of batches at different times; torch's, with SyncBatchNorm allowed.
+
+        Args:
+            divide_by_initial_world_size: divide gradients by the number of all ranks, rather than of those that still
+                have batches. True in torch.
+            enable: False for an ordinary context.
+            throw_on_early_termination: raise on all ranks when the first has run out.
+            states: what else must be equal on all ranks afterwards: an optimizer with momentum, a scheduler, a
+                GradScaler. Their ``state_dict`` of the rank that went on longest is loaded everywhere.
+        """
+        kwargs = {"divide_by_initial_world_size": divide_by_initial_world_size, "states": states}
+        return Joining([self], enable, throw_on_early_termination, **kwargs)
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """For torch's ``Join``. It takes the keyword arguments ``divide_by_initial_world_size`` and ``states``."""
+        divides_by_initial = kwargs.get("divide_by_initial_world_size", False)
+        return ShadowHook(self, divides_by_initial=divides_by_initial, states=kwargs.get("states", ()))
+
+    @property
+    def join_device(self) -> torch.device:
+        device: torch.device = self.device
+        return device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Have ``hook(state, bucket)`` average gradients; torch's semantics, and torch's shipped hooks.
+
+        Gradients are not divided before. Sparse ones, and those of parameters that the ranks have not agreed on yet,
+        are averaged without the hook. Weights are no longer compared between ranks, since a hook may let them differ.
+
+        Args:
+            state: passed to the hook.
+            hook: takes ``(state, bucket)``, the bucket as ``GradBucket``, and returns a future of the averaged buffer.
+        Raises:
+            TypeError, ValueError: it cannot be a hook.
+            RuntimeError: there is one already.
+        """
+        check_hook(hook)
+        if self._comm_hooks:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._comm_hooks.append((hook, state))
+        if self._reducer is None:
+            self._join_ranks(copies=False)  # alone in its world, it has had nothing to reduce
+        else:
+            self._reducer.use_hook(state, hook, keeps_replicas_equal=False)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Go on over other ranks, without copying anything. A collective call of the new group."""
+        self.process_group = new_process_group
+        self._join_ranks(copies=False)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -197,23 +337,31 @@ class DistributedDataParallel(Module):
             self._join_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
+        if not dist.is_initialized() or self.process_group is not dist.distributed_c10d._get_default_group():
+            raise RuntimeError(
+                "a DistributedDataParallel over another process group than the default one cannot be pickled: the "
+                "group would be lost. Save its module's state_dict() instead."
+            )
+        return self._portable_state()
+
+    def _portable_state(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("process_group", "device_mesh", "_reducer", "_registry", "_join_reminders"):
+        for name in ("process_group", "device_mesh", "_reducer", "_registry", "_channels", "_join_reminders"):
             state.pop(name, None)
         return {**state, "_sync": True, "_is_joined": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._restore(state, _choose_group(None, None))
+        self._restore(state, arguments.choose_group(None, None))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._restore(copy.deepcopy(self.__getstate__(), memo), self.process_group)
+        copied._restore(copy.deepcopy(self._portable_state(), memo), self.process_group)
         return copied
 
     def _restore(self, state: dict[str, Any], process_group: dist.ProcessGroup) -> None:
         """Become a copy, which joins the ranks in its first training forward: one rank may copy and evaluate alone."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = process_group
         self._reducer = None
         self._join_reminders = [
@@ -222,8 +370,12 @@ class DistributedDataParallel(Module):
             if param.requires_grad and dist.get_world_size(process_group) > 1
         ]
 
-    def _join_ranks(self) -> None:
-        """Agree on the parameters with the other ranks and start reducing. A collective call."""
+    def _join_ranks(self, *, copies: bool = True) -> None:
+        """Agree on the parameters with the other ranks and start reducing. A collective call.
+
+        Args:
+            copies: whether the first rank's parameters and buffers are copied to all, if the wrapper does so at all.
+        """
         group = self.process_group
         for reminder in self.__dict__.pop("_join_reminders", ()):
             reminder.remove()
@@ -231,37 +383,23 @@ class DistributedDataParallel(Module):
         self._is_joined = True
         with_buffers = self.forward_sync_buffers or (self._init_sync and self._init_sync_buffers)
         self._registry = Registry(self.module, self.parameters_to_ignore, with_buffers=with_buffers)
-        if dist.get_world_size(group) == 1:
+        if dist.get_world_size(group) == 1 and not self._comm_hooks:
             return
         collect_abandoned(self.module.parameters())
-        offers = self._registry.agree(group, extra=retired_names(group))
-        channels = open_channels(group, self.device_type, offers, owner=self._registry)
-        caps = _choose_caps(self._bucket_cap_mb, is_shared=channels.averages is not None)
-        self._reducer = Reducer(self._registry, channels, **caps)
+        told = self._registry.agree(group, extra=(retired_names(group), self._detect_drift))
+        self._channels = open_channels(group, self.device_type, [names for names, _ in told], owner=self._registry)
+        caps_bytes = self._caps.in_bytes(is_shared=self._channels.averages is not None)
+        detects_drift = all(wanted for _, wanted in told)
+        self._reducer = Reducer(self._registry, self._channels, caps_bytes, detects_drift=detects_drift)
         self._reducer.sync = self._sync
-        if self._init_sync:
+        for hook, state in self._comm_hooks:
+            self._reducer.use_hook(state, hook, keeps_replicas_equal=False)
+        if self._low_precision is not None and self._low_precision.reduce_dtype is not None and not self._comm_hooks:
+            hook = reduce_in(self._low_precision.reduce_dtype, self._channels.gradients)
+            self._reducer.use_hook(None, hook, keeps_replicas_equal=True)
+        if self._init_sync and copies:
             buffers = self._registry.buffers() if self._init_sync_buffers else []
             broadcast_tensors([*self._registry.params, *buffers], group)
-
-    def _choose_buffers(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-        """Settle ``forward_sync_buffers``; return whether buffers are copied at construction. As torch 2.13 does."""
-        if broadcast_buffers is not None:
-            ignored = (
-                " It is ignored here, since `forward_sync_buffers` is given."
-                if forward_sync_buffers is not None
-                else ""
-            )
-            warnings.warn(
-                f"`broadcast_buffers` is deprecated; use `forward_sync_buffers`, which also copies buffers once at "
-                f"construction.{ignored}",
-                FutureWarning,
-                stacklevel=3,
-            )
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
-        return self.forward_sync_buffers
 
 
 def _remind(_: torch.nn.Parameter) -> None:
@@ -269,68 +407,3 @@ def _remind(_: torch.nn.Parameter) -> None:
         f"rank {dist.get_rank()}: a backward through a copied or loaded DistributedDataParallel that has not joined "
         "the other ranks; its gradients would not be averaged. Call the wrapper in train() mode on all ranks first."
     )
-
-
-def _choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> dist.ProcessGroup:
-    if process_group is not None and device_mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
-        return device_mesh.get_group(mesh_dim=0)
-    if process_group is not None:
-        return process_group
-    if not dist.is_initialized():
-        raise WorldError("there is no process group yet: call paceline.init() before wrapping a model.")
-    return dist.distributed_c10d._get_default_group()
-
-
-def _check_params(params: Sequence[torch.nn.Parameter]) -> str:
-    """The device type of ``params``, if they can be trained."""
-    if not any(param.requires_grad for param in params):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
-        )
-    if any(isinstance(param, UninitializedParameter) for param in params):
-        raise RuntimeError(
-            "the module has uninitialised parameters, of unknown shapes. Run one forward pass before wrapping it."
-        )
-    types = {param.device.type for param in params}
-    if len(types) > 1:
-        raise ValueError(f"parameters must be on devices of one type, but they are on {sorted(types)}.")
-    return types.pop()
-
-
-def _choose_device(
-    params: Sequence[torch.nn.Parameter],
-    device_ids: Sequence[int | torch.device] | None,
-    output_device: int | torch.device | None,
-) -> tuple[list[int] | None, int | None]:
-    devices = sorted({str(param.device) for param in params})
-
-    def refuse(reason: str) -> NoReturn:
-        raise ValueError(f"device_ids={device_ids}, output_device={output_device}: {reason}.")
-
-    if device_ids is not None and len(device_ids) > 1:
-        refuse("expected None or one device: each rank trains on its own")
-    if not device_ids and output_device is None:
-        return None, None
-    if len(devices) > 1 or params[0].device.type != "cuda":
-        refuse(f"they are for a module on one GPU, but its parameters are on {', '.join(devices)}. Leave them out")
-    if not device_ids:
-        return None, None
-    index = torch.cuda._utils._get_device_index(device_ids[0], True)
-    return [index], index if output_device is None else torch.cuda._utils._get_device_index(output_device, True)
-
-
-def _check_cap(bucket_cap_mb: float | None) -> float | None:
-    if bucket_cap_mb is not None and bucket_cap_mb < 0:
-        raise PlanError(f"bucket_cap_mb={bucket_cap_mb}: expected MiB, not less than 0.")
-    return bucket_cap_mb
-
-
-def _choose_caps(bucket_cap_mb: float | None, *, is_shared: bool) -> dict[str, int]:
-    if bucket_cap_mb is None:
-        return {"cap_bytes": SHARED_CAP_BYTES if is_shared else CAP_BYTES, "first_cap_bytes": FIRST_CAP_BYTES}
-    cap_bytes = int(bucket_cap_mb * 1024 * 1024)
-    return {"cap_bytes": cap_bytes, "first_cap_bytes": cap_bytes}

@@ -22,21 +22,24 @@ import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
 from paceline.errors import ReductionError, ReplicaMismatchError
-from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, SparseBucket, layout_of
+from paceline.parallel.bucket import Bucket
 from paceline.parallel.channels import Channels
-from paceline.parallel.control import Control, PendingControl, digest_of
+from paceline.parallel.comm_hooks import Hook
+from paceline.parallel.control import NO_DIGEST, Control, PendingControl, digest_of
+from paceline.parallel.drift import DriftWatch
 from paceline.parallel.explain import Explained, raise_first_difference
 from paceline.parallel.hooks import GradientHooks, weakly
+from paceline.parallel.in_backward import step_in_backward
+from paceline.parallel.planning import make_buckets
 from paceline.parallel.registry import Registry
 from paceline.parallel.rounds import Round
-from paceline.plan import ParamSpec, plan_buckets
 
 # Over many small parameters, a loop that runs in C is worth a line.
 _requires_grad_of, _grad_of = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
@@ -51,22 +54,34 @@ _living: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
 class Reducer:
     """Keeps the gradients of ``registry``'s parameters equal on all ranks.
 
+    Args:
+        caps_bytes: of the buckets, in turn; see ``plan_buckets``.
+        detects_drift: whether weights are compared; alike on all ranks.
+
     Attributes:
         sync: whether backwards average; False within ``no_sync``.
+        steps_in_backward: whether parameters have optimizers that step when their gradient is there.
+        num_live: how many ranks the gradients are divided by, where some have run out of data.
         number: in the order in which reducers were made, which is the same on all ranks.
         has_run: whether a round has ended.
         place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
             step, and Python's hash of a tensor is slow.
     """
 
-    def __init__(self, registry: Registry, channels: Channels, *, cap_bytes: int, first_cap_bytes: int) -> None:
+    def __init__(
+        self, registry: Registry, channels: Channels, caps_bytes: Sequence[int], *, detects_drift: bool
+    ) -> None:
         self.sync = True
         self.number = next(_numbers)
         self.has_run = False
         self._registry = registry
         self._channels = channels
         self._world_size = dist.get_world_size(channels.gradients)
-        self._caps = {"cap_bytes": cap_bytes, "first_cap_bytes": first_cap_bytes}
+        self.steps_in_backward = False
+        self.num_live = self._world_size
+        self._caps_bytes = caps_bytes
+        self._drift = DriftWatch() if detects_drift else None
+        self._hook: tuple[Any, Hook] | None = None
         self._round: Round | None = None
         self._failure = ""
         self._trainable_now: tuple[bool, ...] = ()
@@ -79,6 +94,15 @@ class Reducer:
         self._replan()
         registry.on_newcomer = weakly(self._follow_parameters)
         _living.add(self)
+
+    def use_hook(self, state: object, hook: Hook, *, keeps_replicas_equal: bool) -> None:
+        """Have ``hook(state, bucket)`` average all planned gradients that are not sparse. Once."""
+        if self._hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._hook = state, hook
+        if not keeps_replicas_equal:
+            self._drift = None
+        self._replan()
 
     # -- before and during backward ------------------------------------------------------------------------------
 
@@ -104,6 +128,8 @@ class Reducer:
         for bucket in self._buckets:
             bucket.prepare(self._expected)
         preexisting = set(itertools.compress(itertools.count(), self._have_grad()))
+        if self._drift is not None:
+            self._drift.look(self._registry.params)
         self._round = Round(preexisting, self, self._hooks.close_gate)
         self._hooks.open_gate()
         return self._round
@@ -191,7 +217,7 @@ class Reducer:
         """All gradients are there: launch what has not been launched, and the control message."""
         assert self._round is not None
         self._launch_complete(self._round, everything=True)
-        self._round.pending = self._send_control(self._buckets)
+        self._round.pending = self._send_control(self._buckets, is_shadow=self._round.is_shadow)
 
     @torch.no_grad()
     def finish_round(self) -> None:
@@ -205,7 +231,8 @@ class Reducer:
             control = self._collect(self._buckets, current.pending)
             planned = set(map(self._registry.names.__getitem__, itertools.chain(*(b.indices for b in self._buckets))))
             bases: dict[int, torch.Tensor] = {}
-            if control.is_changed:
+            was_changed = control.is_changed
+            if was_changed:
                 control, bases = self._agree_anew(planned)
             else:
                 self._update_plan(current)
@@ -216,6 +243,8 @@ class Reducer:
             for index, base in bases.items():
                 grad = self._registry.params[index].grad
                 self._registry.params[index].grad = base if grad is None else grad + base
+            if not control.is_same_weights and self._drift is not None and not was_changed:
+                self._drift.explain(self._registry.names, self._registry.params, self._channels.control)
         except ReplicaMismatchError:
             self._failure = ""  # all ranks raise it, with nothing under way
             self._channels.is_idle = True
@@ -223,17 +252,35 @@ class Reducer:
         self._failure = ""
         self._channels.is_idle = True
         self.has_run = True
+        if self.steps_in_backward:
+            step_in_backward(self._registry.params)
 
-    def _send_control(self, buckets: Sequence[Bucket]) -> PendingControl:
+    @torch.no_grad()
+    def shadow_round(self) -> None:
+        """Take part in a round of the others without a gradient of this rank's own. A collective call.
+
+        The parameters' gradients become the others' average, whatever was there before.
+        """
+        self._check_usable()
+        for param in self._registry.params:
+            param.grad = None
+        for bucket in self._buckets:
+            bucket.prepare(self._expected)
+        self._round = Round(set(), self, self._hooks.close_gate, is_shadow=True)
+        self.send_rest()
+        self.finish_round()
+
+    def _send_control(self, buckets: Sequence[Bucket], *, is_shadow: bool) -> PendingControl:
         """Tell all ranks what this one has. A collective call."""
         is_late = [bucket.is_late() for bucket in buckets]
         mine = Control(self._has_gradient(buckets, any(is_late)), is_late, self._registry.has_changed())
         self._trainable_now = self._trainable()
         state = self._trainable_now, self._planned_kinds
         if state != self._state:
-            self._state, self._digest = state, digest_of(state)
+            self._state, self._digest = state, digest_of(repr(state).encode())
+        weights = NO_DIGEST if self._drift is None or is_shadow else self._drift.digest()
         with self._explained(None):
-            return PendingControl(mine, self._digest, self._channels.control)
+            return PendingControl(mine, None if is_shadow else (self._digest, weights), self._channels.control)
 
     def _has_gradient(self, buckets: Sequence[Bucket], some_are_late: bool) -> list[bool]:
         """By parameter, whether this rank has a gradient of it that is to be averaged.
@@ -261,7 +308,7 @@ class Reducer:
             if is_late:
                 with self._explained(bucket):
                     bucket.reduce_late(self._channels.gradients)
-            bucket.give(control.used)
+            self._give(bucket, control)
         return control
 
     def _hear(self, pending: PendingControl) -> Control:
@@ -295,7 +342,7 @@ class Reducer:
         self._order, self._order_is_learnt = _last_first(registry), False
         self._expected = [True] * len(registry.params)
         self._replan()
-        control = self._hear(self._send_control([]))
+        control = self._hear(self._send_control([], is_shadow=False))
         planned.difference_update(num_new)
         bases: dict[int, torch.Tensor] = {}
         for index, name in enumerate(registry.names):
@@ -310,45 +357,39 @@ class Reducer:
     def _reduce_unplanned(self, control: Control, planned: set[str], current: Round) -> None:
         """Average what somebody used and the plan of this round did not have: newcomers, and the unfrozen."""
         names = self._registry.names
-        buckets = self._make_buckets([i for i, used in enumerate(control.used) if used and names[i] not in planned])
+        unplanned = [i for i, used in enumerate(control.used) if used and names[i] not in planned]
+        buckets = self._make_buckets(unplanned, hook=None)
         for bucket in buckets:
             self._launch(bucket, current)
         for bucket in buckets:
             with self._explained(bucket):
                 bucket.wait()
-            bucket.give(control.used)
+            self._give(bucket, control)
+
+    def _give(self, bucket: Bucket, control: Control) -> None:
+        if self.num_live != self._world_size:
+            bucket.rescale(self._world_size / self.num_live)
+        bucket.give(control.used)
 
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
         """Plan buckets for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
         self._planned_trainable, self._planned_kinds = self._trainable(), self._kinds()
-        self._buckets = self._make_buckets([index for index in self._order if self._planned_trainable[index]])
+        planned = [index for index in self._order if self._planned_trainable[index]]
+        self._buckets = self._make_buckets(planned, self._hook)
         self.place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
         self._follow_parameters()
 
-    def _make_buckets(self, indices: Sequence[int]) -> list[Bucket]:
-        registry = self._registry
-        specs = []
-        for index in indices:
-            param = registry.params[index]
-            kind, sparse = f"{param.dtype} {param.device}", index in registry.sparse
-            specs.append(ParamSpec(index, param.numel(), param.element_size(), kind, sparse))
-        buckets: list[Bucket] = []
-        for number, indices_of in enumerate(plan_buckets(specs, **self._caps).buckets):
-            members = [
-                Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
-                for index in indices_of
-            ]
-            buckets.append(self._make_bucket(number, members))
-        return buckets
-
-    def _make_bucket(self, number: int, members: list[Member]) -> Bucket:
-        if members[0].index in self._registry.sparse:
-            return SparseBucket(number, members, self._world_size)
-        if self._channels.averages is not None and members[0].param.numel():
-            return SharedBucket(number, members, self._world_size, self._channels.averages)
-        return DenseBucket(number, members, self._world_size)
+    def _make_buckets(self, indices: Sequence[int], hook: tuple[Any, Hook] | None) -> list[Bucket]:
+        return make_buckets(
+            self._registry,
+            indices,
+            world_size=self._world_size,
+            caps_bytes=self._caps_bytes,
+            averages=self._channels.averages,
+            hook=hook,
+        )
 
     def _learn_order(self, current: Round) -> None:
         """Once: order parameters as their gradients arrived on the first rank. A collective call."""

@@ -31,20 +31,26 @@ class Round:
 
     Args:
         on_end: called when it has ended, with or without an error.
+        is_shadow: whether it is a backward of the other ranks' alone, with no graph task here.
     """
 
-    def __init__(self, preexisting: set[int], reducer: Participant, on_end: Callable[[], None]) -> None:
+    def __init__(
+        self, preexisting: set[int], reducer: Participant, on_end: Callable[[], None], *, is_shadow: bool = False
+    ) -> None:
+        self.is_shadow = is_shadow
         self.preexisting = preexisting  # parameters that had a gradient before
         self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
         self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
         self.is_ready = False  # whether a complete bucket waits for the next gradient to be launched
         self.num_launched = 0
         self.pending: PendingControl | None = None
-        self._task = weakref.ref(Task.join_current(self, reducer), lambda _: on_end())
+        self._task: weakref.ref[Task] | None = None
+        if not is_shadow:
+            self._task = weakref.ref(Task.join_current(self, reducer), lambda _: on_end())
 
     def is_abandoned(self) -> bool:
         """Whether the backward raised an error before its end, or at it."""
-        task = self._task()
+        task = None if self._task is None else self._task()
         return task is None or task.has_ended
 
 

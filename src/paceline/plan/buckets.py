@@ -44,7 +44,7 @@ class BucketPlan:
 
 
 def plan_buckets(
-    params: Sequence[ParamSpec], *, cap_bytes: int = CAP_BYTES, first_cap_bytes: int = FIRST_CAP_BYTES
+    params: Sequence[ParamSpec], *, caps_bytes: Sequence[int] = (FIRST_CAP_BYTES, CAP_BYTES)
 ) -> BucketPlan:
     """Group parameters into buckets in the order in which their gradients become ready.
 
@@ -53,30 +53,31 @@ def plan_buckets(
 
     Args:
         params: in the order in which gradients arrive (before the first backward: the reverse of the model's).
-        cap_bytes: a bucket is closed once it holds this much, so it may exceed this by its last parameter.
-        first_cap_bytes: the same for the first bucket of each kind; the smaller of both counts.
+        caps_bytes: a bucket is closed once it holds this much, so it may exceed this by its last parameter. One cap for
+            each bucket of a kind, in turn; the last is that of all further ones.
     Raises:
-        PlanError: a cap is negative, or a parameter appears twice.
+        PlanError: there is no cap, one is negative, or a parameter appears twice.
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2.
     """
-    if cap_bytes < 0 or first_cap_bytes < 0:
-        raise PlanError(f"cap_bytes={cap_bytes}, first_cap_bytes={first_cap_bytes}: expected bytes, not less than 0.")
+    if not caps_bytes or min(caps_bytes) < 0:
+        raise PlanError(f"caps_bytes={tuple(caps_bytes)}: expected at least one number of bytes, none less than 0.")
     if len({spec.index for spec in params}) != len(params):
         raise PlanError("a parameter appears twice; each must be in exactly one bucket.")
     closed: list[tuple[int, ...]] = []
     filling: dict[str, list[int]] = {}
     filled_bytes: dict[str, int] = {}
-    caps: dict[str, int] = {}
+    num_closed: dict[str, int] = {}
     for spec in params:
         if spec.sparse:
             closed.append((spec.index,))
             continue
         filling.setdefault(spec.kind, []).append(spec.index)
         filled_bytes[spec.kind] = filled_bytes.get(spec.kind, 0) + spec.numel * spec.itemsize
-        if filled_bytes[spec.kind] >= caps.get(spec.kind, min(first_cap_bytes, cap_bytes)):
+        number = num_closed.get(spec.kind, 0)
+        if filled_bytes[spec.kind] >= caps_bytes[min(number, len(caps_bytes) - 1)]:
             closed.append(tuple(filling.pop(spec.kind)))
             filled_bytes[spec.kind] = 0
-            caps[spec.kind] = cap_bytes
+            num_closed[spec.kind] = number + 1
     position = {spec.index: at for at, spec in enumerate(params)}
     leftover = sorted(filling.values(), key=lambda members: position[members[-1]])
     return BucketPlan((*closed, *map(tuple, leftover)))

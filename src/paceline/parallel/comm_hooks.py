@@ -1,0 +1,134 @@
+"""Communication hooks: the user's own way to average a bucket, as ``register_comm_hook`` of torch has it.
+
+    hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
+
+The hook finds this rank's gradients in ``bucket.buffer()``, not divided by anything, and its future holds what they are
+to become. torch's shipped hooks (torch.distributed.algorithms.ddp_comm_hooks) work as they are.
+
+The invariant: a hook is called for each bucket once a round, in the plan's order, on all ranks.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.errors import ReductionError
+from paceline.parallel.bucket import DenseBucket, Member
+
+Hook: TypeAlias = "Callable[[Any, Any], torch.futures.Future[Any]]"
+
+
+class GradBucket:
+    """One bucket's gradients, as a hook sees them; torch's class of that name cannot be made from Python."""
+
+    def __init__(
+        self, index: int, is_last: bool, buffer: Tensor, views: Sequence[Tensor], params: list[Tensor]
+    ) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._buffer = buffer
+        self._views = views
+        self._params = params
+
+    def index(self) -> int:
+        """The bucket's number in the order of launches."""
+        return self._index
+
+    def buffer(self) -> Tensor:
+        """All gradients, flat: (elements,)."""
+        return self._buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Each parameter's part of ``buffer``, in its shape."""
+        views, start = [], 0
+        for view in self._views:
+            views.append(self._buffer.as_strided(view.shape, view.stride(), self._buffer.storage_offset() + start))
+            start += view.numel()
+        return views
+
+    def parameters(self) -> list[Tensor]:
+        return list(self._params)
+
+    def is_last(self) -> bool:
+        """Whether it is the round's last."""
+        return self._is_last
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Put another tensor in the place of ``buffer``, of as many elements."""
+        self._buffer = buffer
+
+
+class HookedBucket(DenseBucket):
+    """A bucket that a hook averages."""
+
+    divides = False
+
+    def __init__(
+        self, number: int, members: Sequence[Member], world_size: int, state: object, hook: Hook, is_last: bool
+    ) -> None:
+        super().__init__(number, members, world_size)
+        self._state, self._hook, self._is_last = state, hook, is_last
+        self._future: torch.futures.Future[Any] | None = None
+
+    def send(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
+        assert self._flat is not None
+        bucket = GradBucket(self.number, self._is_last, self._flat, self._views, list(self._params))
+        future = self._hook(self._state, bucket)
+        if not hasattr(future, "wait"):  # some futures of c10d's are of C++'s class
+            raise TypeError(
+                f"communication hook {name_of(self._hook)}: expected a torch.futures.Future of the averaged tensor, "
+                f"but it returned {type(future).__name__}."
+            )
+        self._future = future
+
+    def wait(self) -> None:
+        if self._future is None:
+            return
+        future, self._future = self._future, None
+        value = future.wait()
+        averaged = value[0] if isinstance(value, (list, tuple)) else value
+        assert self._flat is not None
+        if not isinstance(averaged, Tensor) or averaged.numel() != self._flat.numel():
+            found = f"one of shape {tuple(averaged.shape)}" if isinstance(averaged, Tensor) else type(averaged).__name__
+            raise ReductionError(
+                f"rank {dist.get_rank()}: communication hook {name_of(self._hook)} gave {found} for bucket "
+                f"{self.number}; expected a tensor of {self._flat.numel()} elements, as bucket.buffer() is."
+            )
+        if averaged.data_ptr() != self._flat.data_ptr() or averaged.dtype != self._flat.dtype:
+            self._flat.copy_(averaged.view(-1))
+
+    def rescale(self, factor: float) -> None:
+        """Nothing: what a hook makes of the gradients is theirs."""
+
+
+def check_hook(hook: Hook) -> None:
+    """Raise as torch does if ``hook`` cannot be one."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is None and len(signature.parameters) < 2:
+        raise TypeError(f"communication hook {name_of(hook)}{signature}: expected two parameters, (state, bucket).")
+    annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
+    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    future = torch.futures.Future[torch.Tensor]
+    if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+
+def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
+    """The hook that torch has in C++ under that name."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports the optimizers
+
+    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+        return default_hooks.fp16_compress_hook
+    return default_hooks.allreduce_hook
+
+
+def name_of(hook: object) -> str:
+    return str(getattr(hook, "__qualname__", None) or type(hook).__name__)
