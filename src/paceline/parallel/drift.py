@@ -2,9 +2,9 @@
 
 Equal gradients keep equal weights equal, bit by bit. So weights that differ were changed on one rank alone: edited,
 loaded, or left out of a step. In each round every rank puts a digest of some of its weights into the control message,
-which costs no message of its own. Parameters take turns, one in eight in each round; of each, a run of elements is
-sampled, elsewhere in each turn. So what changes whole tensors, as optimizers and checkpoints do, is found within eight
-rounds, mostly in the first; a single element may take long.
+which costs no message of its own. Where there are more than a few, parameters take turns, of which there are at most
+eight; of each, a run of elements is sampled, elsewhere in each turn. So what changes whole tensors, as optimizers and
+checkpoints do, is found within eight rounds, mostly in the first; a single element may take long.
 
 The invariant: all ranks sample the same elements in the same round, in the order of the parameter's indices, whatever
 its strides.
@@ -22,7 +22,8 @@ from paceline.errors import ReplicaMismatchError
 from paceline.parallel.agreement import all_gather_object
 from paceline.parallel.control import digest_of
 
-_NUM_TURNS = 8
+_MOST_TURNS = 8
+_AT_ONCE = 16  # parameters that are sampled in each round, at least
 _NUM_SAMPLED = 64
 _STEP = 7919  # a prime: where sampling begins wanders over all of a tensor
 
@@ -31,25 +32,27 @@ class DriftWatch:
     """Samples of the weights, and what the ranks make of them."""
 
     def __init__(self) -> None:
-        self._turn = 0
         self._sampled: list[int] = []  # indices of parameters
         self._sizes: list[int] = []  # of their samples, in bytes
         self._samples = torch.empty(0, dtype=torch.uint8)
         self._arrival: torch.cuda.Event | None = None
 
     @torch.no_grad()
-    def look(self, params: Sequence[Tensor]) -> None:
-        """Take this round's samples, before anything in the round can change a weight.
+    def look(self, params: Sequence[Tensor], turn: int) -> None:
+        """Take a round's samples, before anything in the round can change a weight.
+
+        Args:
+            turn: how many rounds there have been.
 
         On GPUs they are copied to the host behind the computation, and nobody waits for that here.
         """
-        turn, self._turn = self._turn, self._turn + 1
+        num_turns = max(1, min(_MOST_TURNS, len(params) // _AT_ONCE))
         self._sampled = [
             index
-            for index in range(turn % _NUM_TURNS, len(params), _NUM_TURNS)
+            for index in range(turn % num_turns, len(params), num_turns)
             if params[index].layout == torch.strided and params[index].numel()
         ]
-        samples = [_sample(params[index], turn // _NUM_TURNS) for index in self._sampled]
+        samples = [_sample(params[index], turn // num_turns) for index in self._sampled]
         self._sizes = [sample.numel() for sample in samples]
         self._arrival = None
         if not samples:
@@ -74,7 +77,8 @@ class DriftWatch:
         everyones = all_gather_object(self._bytes(), group)
         ranks = dist.get_process_group_ranks(group)
         start = 0
-        for index, size in zip(self._sampled, self._sizes, strict=True):
+        sizes = self._sizes if len({len(theirs) for theirs in everyones}) == 1 else []
+        for index, size in zip(self._sampled, sizes, strict=False):
             samples = [theirs[start : start + size] for theirs in everyones]
             start += size
             usual = Counter(samples).most_common(1)[0][0]

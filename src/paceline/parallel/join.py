@@ -6,10 +6,15 @@ training forward begins with a roll call, from which all learn who is live and w
     live rank      roll call -> buffers -> forward, backward: a round
     joined rank    roll call -> buffers ->                    a round without gradients
 
+Several wrappers may join together, whose forwards all come before their backward. So a joined rank calls the roll of
+all of them before it waits for any round.
+
 The invariant: ranks leave only between rounds, and at the end all hold the weights of those that were live last.
 """
 
 import contextlib
+import itertools
+import weakref
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -49,6 +54,11 @@ class Joining(Join):
                 joinable._join_config = _JoinConfig.construct_disabled_join_config()  # type: ignore[no-untyped-call]
 
 
+_numbers = itertools.count()
+# The hooks that joins under way have made, by their wrappers' group; those of one join come one after another.
+_cohorts: "weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.WeakSet[ShadowHook]]" = weakref.WeakKeyDictionary()
+
+
 def _leave(joinable: Any) -> None:
     forget_live(joinable.join_process_group)
 
@@ -76,7 +86,11 @@ class ShadowHook(JoinHook):
         self._wrapper = wrapper
         self._states = list(states)
         self._own_gradients: list[torch.Tensor | None] | None = None
+        self._has_begun = False
         wrapper._divides_by_initial = divides_by_initial
+        self._cohort = _cohorts.setdefault(wrapper.process_group, weakref.WeakSet())
+        self._cohort.add(self)
+        self.number = next(_numbers)
 
     def main_hook(self) -> None:
         """Take part in one step of the others."""
@@ -89,11 +103,23 @@ class ShadowHook(JoinHook):
         if will_sync:
             if self._wrapper.forward_sync_buffers:
                 self._wrapper._sync_buffers(source)
-            reducer.shadow_round()
+            reducer.begin_shadow_round()
+            self._has_begun = True
+        if self.number == max(hook.number for hook in self._cohort):
+            for hook in sorted(self._cohort, key=lambda hook: hook.number):
+                hook.finish()
+
+    def finish(self) -> None:
+        """Wait for the round, if one has begun."""
+        if self._has_begun:
+            self._has_begun = False
+            assert self._wrapper._reducer is not None
+            self._wrapper._reducer.finish_round()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have run out: make the last ones' model everybody's."""
         wrapper = self._wrapper
+        self._cohort.discard(self)
         if wrapper._reducer is None:
             return
         group = wrapper.process_group

@@ -63,7 +63,6 @@ class Reducer:
         steps_in_backward: whether parameters have optimizers that step when their gradient is there.
         num_live: how many ranks the gradients are divided by, where some have run out of data.
         number: in the order in which reducers were made, which is the same on all ranks.
-        has_run: whether a round has ended.
         place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
             step, and Python's hash of a tensor is slow.
     """
@@ -73,7 +72,6 @@ class Reducer:
     ) -> None:
         self.sync = True
         self.number = next(_numbers)
-        self.has_run = False
         self._registry = registry
         self._channels = channels
         self._world_size = dist.get_world_size(channels.gradients)
@@ -84,6 +82,7 @@ class Reducer:
         self._hook: tuple[Any, Hook] | None = None
         self._round: Round | None = None
         self._failure = ""
+        self._num_rounds = 0
         self._trainable_now: tuple[bool, ...] = ()
         self._state: object = None  # of which ``_digest`` was made
         self._digest = b""
@@ -103,6 +102,11 @@ class Reducer:
         if not keeps_replicas_equal:
             self._drift = None
         self._replan()
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a round has ended."""
+        return self._num_rounds > 0
 
     # -- before and during backward ------------------------------------------------------------------------------
 
@@ -129,7 +133,7 @@ class Reducer:
             bucket.prepare(self._expected)
         preexisting = set(itertools.compress(itertools.count(), self._have_grad()))
         if self._drift is not None:
-            self._drift.look(self._registry.params)
+            self._drift.look(self._registry.params, self._num_rounds)
         self._round = Round(preexisting, self, self._hooks.close_gate)
         self._hooks.open_gate()
         return self._round
@@ -251,13 +255,13 @@ class Reducer:
             raise
         self._failure = ""
         self._channels.is_idle = True
-        self.has_run = True
+        self._num_rounds += 1
         if self.steps_in_backward:
             step_in_backward(self._registry.params)
 
     @torch.no_grad()
-    def shadow_round(self) -> None:
-        """Take part in a round of the others without a gradient of this rank's own. A collective call.
+    def begin_shadow_round(self) -> None:
+        """Take part in a round of the others without a gradient of this rank's own; ``finish_round`` ends it.
 
         The parameters' gradients become the others' average, whatever was there before.
         """
@@ -268,7 +272,6 @@ class Reducer:
             bucket.prepare(self._expected)
         self._round = Round(set(), self, self._hooks.close_gate, is_shadow=True)
         self.send_rest()
-        self.finish_round()
 
     def _send_control(self, buckets: Sequence[Bucket], *, is_shadow: bool) -> PendingControl:
         """Tell all ranks what this one has. A collective call."""
