@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.comm import arena as arena_module
-from paceline.comm.arena import Layout
+from paceline.comm.memory import arena as arena_module
+from paceline.comm.memory.arena import Layout
 from support.ranks import RankError, expect_errors, run_ranks
 
 MIB = 1 << 20

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import paceline
 from paceline.comm import make
-from paceline.comm.hier import Hierarchical
-from paceline.comm.post import Post
-from paceline.comm.shm import SharedMemory
+from paceline.comm.hosts.post import Post
+from paceline.comm.hosts.transport import Hierarchical
+from paceline.comm.memory.transport import SharedMemory
 from paceline.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -635,7 +635,7 @@ SCRIPT = f"""
 import hashlib, json, sys
 sys.path.insert(0, {str(pathlib.Path(__file__).parents[1])!r})
 import torch, torch.distributed as dist, paceline
-from paceline.comm.hier import Hierarchical
+from paceline.comm.hosts.transport import Hierarchical
 from support.battery import differences
 with paceline.init("hier", timeout=30) as world:
     assert isinstance(dist.group.WORLD.transport, Hierarchical)

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.across import AveragesOverHosts
-from paceline.comm.arena import myself, open_arena
-from paceline.comm.averages import Averages
-from paceline.comm.companion import make_companion
 from paceline.comm.engine import Engine
 from paceline.comm.group import CollectiveGroup
-from paceline.comm.hier import BUFFER_BYTES, Hierarchical
-from paceline.comm.post import Post
-from paceline.comm.shm import SharedMemory
+from paceline.comm.group.companion import make_companion
+from paceline.comm.hosts.across import AveragesOverHosts
+from paceline.comm.hosts.post import Post
+from paceline.comm.hosts.transport import BUFFER_BYTES, Hierarchical
+from paceline.comm.memory.arena import myself, open_arena
+from paceline.comm.memory.averages import Averages
+from paceline.comm.memory.transport import SharedMemory
 from paceline.errors import RendezvousError
 from paceline.rendezvous import Meeting
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.averages import Averages, SharedTensor
+from paceline.comm.memory.averages import Averages, SharedTensor
 
 # Over many small parameters, a loop that runs in C is worth a line.
 _grad_of, _layout_of = operator.attrgetter("grad"), operator.attrgetter("layout")

@@ -20,8 +20,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.comm.averages import Averages
 from paceline.comm.group import CollectiveGroup
+from paceline.comm.memory.averages import Averages
 
 # Groups whose reducer is gone, by the group they belong to and their own name.
 _retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()

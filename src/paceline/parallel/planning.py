@@ -6,7 +6,7 @@ The invariant: all ranks make the same buckets of the same parameters, since all
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.comm.averages import Averages
+from paceline.comm.memory.averages import Averages
 from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, SparseBucket, layout_of
 from paceline.parallel.comm_hooks import Hook, HookedBucket
 from paceline.parallel.registry import Registry

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.companion import make_companion
 from paceline.comm.engine import Engine
 from paceline.comm.group import CollectiveGroup
+from paceline.comm.group.companion import make_companion
 from paceline.comm.mpi.leaving import see_off, see_off_until
 from paceline.comm.mpi.library import MPI
 from paceline.comm.mpi.transport import Mpi

@@ -20,11 +20,11 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import CALL_BYTES, NUM_BUFFERS, Arena
-from paceline.comm.liveness import Liveness
-from paceline.comm.messages import Messages
+from paceline.comm.memory.arena import CALL_BYTES, NUM_BUFFERS, Arena
+from paceline.comm.memory.liveness import Liveness
+from paceline.comm.memory.messages import Messages
+from paceline.comm.memory.signals import PHASES, Signals
 from paceline.comm.reductions import reduce_into
-from paceline.comm.signals import PHASES, Signals
 from paceline.comm.transport import Call, Reduction, Steps, Transport
 from paceline.errors import CollectiveMismatchError
 

@@ -14,8 +14,8 @@ import signal
 import struct
 from collections.abc import Sequence
 
-from paceline.comm.arena import LAST_WORDS_BYTES, Arena
-from paceline.comm.signals import STATE, Signals
+from paceline.comm.memory.arena import LAST_WORDS_BYTES, Arena
+from paceline.comm.memory.signals import STATE, Signals
 from paceline.errors import PeerError
 from paceline.rendezvous import Peer
 

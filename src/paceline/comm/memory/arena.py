@@ -21,7 +21,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from paceline.comm.signals import make_bells, signals_bytes
+from paceline.comm.memory.signals import make_bells, signals_bytes
 from paceline.environment import Placement, read_placement
 from paceline.errors import CommunicationError, EnvironmentVariableError, RendezvousError
 from paceline.rendezvous import Meeting, Peer

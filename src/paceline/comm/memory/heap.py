@@ -9,7 +9,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import Arena
+from paceline.comm.memory.arena import Arena
 from paceline.errors import CommunicationError
 
 _ALIGNMENT = 4096  # pages: what is freed can go back to the kernel

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.comm.memory.transport import shares_of
 from paceline.comm.reductions import reduce_into
-from paceline.comm.shm import shares_of
 from paceline.comm.transport import Reduction
 from paceline.errors import CollectiveMismatchError
 

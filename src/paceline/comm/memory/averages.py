@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.arena import NUM_BUCKET_SLOTS
 from paceline.comm.engine import Engine, Operation
-from paceline.comm.heap import Heap
+from paceline.comm.memory.arena import NUM_BUCKET_SLOTS
+from paceline.comm.memory.heap import Heap
+from paceline.comm.memory.signals import FINISHED, LAUNCHED
+from paceline.comm.memory.transport import SharedMemory, shares_of
 from paceline.comm.reductions import divide, reduce_into
-from paceline.comm.shm import SharedMemory, shares_of
-from paceline.comm.signals import FINISHED, LAUNCHED
 from paceline.comm.transport import Call, Reduction, Steps
 from paceline.errors import CollectiveMismatchError
 

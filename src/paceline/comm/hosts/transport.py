@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.across import Across
-from paceline.comm.flows import AllGather, Broadcast, Flow, Reduce, ReduceScatter, Rooms, Sends, Site, Sizes
-from paceline.comm.messages import _DTYPES
-from paceline.comm.post import Gone, Parcel, Post, memory_of
-from paceline.comm.shm import SharedMemory
+from paceline.comm.hosts.across import Across
+from paceline.comm.hosts.flows import AllGather, Broadcast, Flow, Reduce, ReduceScatter, Rooms, Sends, Site, Sizes
+from paceline.comm.hosts.post import Gone, Parcel, Post, memory_of
+from paceline.comm.hosts.wire import Wire
+from paceline.comm.memory.messages import _DTYPES
+from paceline.comm.memory.transport import SharedMemory
 from paceline.comm.transport import Call, Reduction, Steps, Transport
-from paceline.comm.wire import Wire
 from paceline.errors import CollectiveMismatchError, PeerError
 from paceline.rendezvous.peers import name_ranks
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from paceline.comm.staging import flat
+from paceline.comm.group.staging import flat
 from paceline.comm.transport import Call, Reduction, Steps, Transport
 from paceline.errors import CommunicationError
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.post import Parcel, Post, memory_of
+from paceline.comm.hosts.post import Parcel, Post, memory_of
 
 _NOTE = -1  # in place of a block
 

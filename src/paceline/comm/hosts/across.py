@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.averages import Averages
 from paceline.comm.engine import Engine
-from paceline.comm.shm import SharedMemory
+from paceline.comm.memory.averages import Averages
+from paceline.comm.memory.transport import SharedMemory
 from paceline.errors import PeerError
 from paceline.rendezvous.forks import make_immortal
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.arena import NUM_MESSAGE_SLOTS, Arena
-from paceline.comm.signals import CONSUMED, WRITTEN, Signals
+from paceline.comm.memory.arena import NUM_MESSAGE_SLOTS, Arena
+from paceline.comm.memory.signals import CONSUMED, WRITTEN, Signals
 from paceline.comm.transport import Steps
 from paceline.errors import CollectiveMismatchError
 

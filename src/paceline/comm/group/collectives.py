@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.averages import Averages
-from paceline.comm.callers import line_of_caller
 from paceline.comm.engine import Engine, Operation
-from paceline.comm.monitored import pass_monitored_barrier
-from paceline.comm.sparse import sum_sparse
-from paceline.comm.staging import Joined, Staged, flat
+from paceline.comm.group.callers import line_of_caller
+from paceline.comm.group.monitored import pass_monitored_barrier
+from paceline.comm.group.sparse import sum_sparse
+from paceline.comm.group.staging import Joined, Staged, flat
+from paceline.comm.group.work import RecentWorks, Work
+from paceline.comm.memory.averages import Averages
 from paceline.comm.transport import Call, Reduction, Steps, Transport
-from paceline.comm.work import RecentWorks, Work
 from paceline.world import on_leaving
 
 _REDUCTIONS = {kind.value: Reduction(name.lower()) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}

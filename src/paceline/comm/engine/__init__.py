@@ -1,0 +1,5 @@
+"""What drives the operations of a process group, and the one place where anything waits."""
+
+from paceline.comm.engine.engine import Engine, Operation
+
+__all__ = ["Engine", "Operation"]
