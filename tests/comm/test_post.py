@@ -11,7 +11,8 @@ import time
 import pytest
 import torch
 
-from paceline.comm.hosts.post import Post, memory_of
+from paceline.comm.hosts.frames import memory_of
+from paceline.comm.hosts.post import Post
 from paceline.errors import CommunicationError
 
 SOON_S = 5.0  # what takes longer hangs

@@ -22,7 +22,7 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 # Several sums in these would lose digits at each step.
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
@@ -36,9 +36,9 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
     if len(parts) == 1:
         if output is not parts[0]:
             output.copy_(parts[0])
-    elif len(parts) == 2 and not (output.dtype in _NARROW and reduction.name == "avg"):  # whose sum could overflow
+    elif len(parts) == 2 and not (output.dtype in NARROW and reduction.name == "avg"):  # whose sum could overflow
         combine(parts[0], parts[1], out=output)
-    elif output.dtype in _NARROW:
+    elif output.dtype in NARROW:
         total = combine(parts[0].float(), parts[1])
         for part in parts[2:]:
             combine(total, part, out=total)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.hosts.post import Parcel, Post, memory_of
+from paceline.comm.hosts.frames import Parcel, memory_of
+from paceline.comm.hosts.post import Post
 
 _NOTE = -1  # in place of a block
 
@@ -17,13 +18,12 @@ class Wire:
 
     Args:
         channel: of ``post``, for these frames alone.
-        noted: called with the source, the collective's number and the numbers that a note tells.
     """
 
-    def __init__(self, post: Post, channel: int, noted: Callable[[int, int, list[int]], None]) -> None:
+    def __init__(self, post: Post, channel: int) -> None:
         self._post = post
         self._channel = channel
-        self._noted = noted
+        self._noted: Callable[[int, int, list[int]], None] = _ignore
         self._expected: dict[tuple[int, int], Parcel] = {}  # by source and key
         post.open(channel, self._place, self._arrived)
 
@@ -49,6 +49,10 @@ class Wire:
         """Tensors from ranks, to be filled."""
         return [self.expect(source, number, block, memory_of(room)) for source, room in rooms if room.numel()]
 
+    def on_note(self, noted: Callable[[int, int, list[int]], None]) -> None:
+        """Call ``noted`` with the source, the collective's number and the numbers that a note tells."""
+        self._noted = noted
+
     def note(self, to: int, number: int, values: Sequence[int]) -> None:
         """Tell something that nobody expects."""
         self.send(to, number, _NOTE, memory_of(torch.tensor(values)), number)
@@ -70,6 +74,10 @@ class Wire:
         if _is_note(key):
             assert parcel.memory is not None
             self._noted(source, parcel.extra, parcel.memory.cast("q").tolist())
+
+
+def _ignore(source: int, number: int, values: list[int]) -> None:
+    """What nobody wants to know."""
 
 
 def _key(number: int, block: int) -> int:

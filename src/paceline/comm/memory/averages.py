@@ -21,8 +21,9 @@ from paceline.comm.engine import Engine, Operation
 from paceline.comm.memory.arena import NUM_BUCKET_SLOTS
 from paceline.comm.memory.heap import Heap
 from paceline.comm.memory.signals import FINISHED, LAUNCHED
-from paceline.comm.memory.transport import SharedMemory, shares_of
+from paceline.comm.memory.transport import SharedMemory
 from paceline.comm.reductions import divide, reduce_into
+from paceline.comm.shares import shares_of
 from paceline.comm.transport import Call, Reduction, Steps
 from paceline.errors import CollectiveMismatchError
 

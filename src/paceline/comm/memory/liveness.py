@@ -14,6 +14,7 @@ import signal
 import struct
 from collections.abc import Sequence
 
+from paceline.comm.explain import peer_failed, peer_left
 from paceline.comm.memory.arena import LAST_WORDS_BYTES, Arena
 from paceline.comm.memory.signals import STATE, Signals
 from paceline.errors import PeerError
@@ -96,14 +97,10 @@ class Liveness:
                     continue
                 state, words = self._read(peer)  # it may have spoken between the two looks
             name = f"rank {self._ranks[peer]} (pid {self._arena.peers[peer].pid})"
-            me = f"rank {self._ranks[self._rank]}"
+            me = self._ranks[self._rank]
             if state == _TAKING_PART:
-                raise PeerError(f"{me}: {name} {lifeline.how_it_ended()}. Its own output may say why.")
-            if state == _FAILED or words:
-                raise PeerError(f"{me}: {name} failed, and takes part in this group no more:\n{words}")
-            raise PeerError(
-                f"{me}: {name} has left the group. All ranks must call collectives equally often before they end."
-            )
+                raise PeerError(f"rank {me}: {name} {lifeline.how_it_ended()}. Its own output may say why.")
+            raise peer_failed(me, name, words) if state == _FAILED or words else peer_left(me, name)
 
     def announce_failure(self, reason: str) -> None:
         """Tell the others that this rank gives the group up."""

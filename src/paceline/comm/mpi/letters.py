@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline.comm.explain import different_messages
 from paceline.comm.mpi.library import MPI
 from paceline.comm.mpi.wire import FIRST_PARCEL_TAG, LETTER_TAG, Wire, bytes_of
 from paceline.comm.transport import Steps
-from paceline.errors import CollectiveMismatchError
 
 _LETTER_BYTES = 2048  # with its message; MPI keeps that much where nobody waits for it yet
 _NUM_PARCELS = 1 << 14  # tags for what is too large for a letter
@@ -82,11 +82,8 @@ class Letters:
             yield from self._wire.finish(parcels, memory)
         if not fits:
             came = f"{letter.num_bytes // getattr(torch, letter.dtype).itemsize} elements of {letter.dtype}"
-            raise CollectiveMismatchError(
-                f"rank {self._ranks[self._rank]} waits for {tensor.numel()} elements of {_name(tensor.dtype)} with tag "
-                f"{tag}, but rank {self._ranks[letter.source]} sent {came}. Send and receive tensors of the same size "
-                "and dtype."
-            )
+            wanted = f"{tensor.numel()} elements of {_name(tensor.dtype)}"
+            raise different_messages(self._ranks[self._rank], wanted, tag, self._ranks[letter.source], came)
         return letter.source
 
     def poll(self) -> bool:

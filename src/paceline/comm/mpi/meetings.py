@@ -6,17 +6,17 @@ The invariant: on a mismatch all ranks raise, before any of them has written to 
 the records of all others, the next meeting finds none of them.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.comm.calls import SpelledCalls, called
+from paceline.comm.explain import different_calls
 from paceline.comm.mpi.library import MPI
 from paceline.comm.mpi.wire import RECORD_TAG, Wire, bytes_of
 from paceline.comm.transport import Call, Steps
-from paceline.errors import CollectiveMismatchError
 
 _CALL_BYTES = 512
 _INLINE_BYTES = 1 << 16  # of the data in the records of all ranks together
@@ -42,7 +42,7 @@ class Meetings:
         self._records = torch.zeros(len(ranks), self._stride, dtype=torch.uint8)
         self._memory: Any = bytes_of(self._records.view(-1))  # a Buffer, as mypy knows from Python 3.12 on
         self._typed: dict[torch.dtype, list[Tensor]] = {}
-        self._spelled: dict[Call, bytes] = {}
+        self._spelled = SpelledCalls(_CALL_BYTES)
         self._receives = [
             wire.comm.Recv_init((bytes_of(self._records[peer]), MPI.BYTE), peer, RECORD_TAG) for peer in self._peers
         ]
@@ -73,12 +73,7 @@ class Meetings:
 
     def _write(self, call: Call, data: Sequence[Tensor]) -> int:
         """Fill this rank's record; where it ends."""
-        spelled = self._spelled.get(call)
-        if spelled is None:
-            if len(self._spelled) > 1000:
-                self._spelled.clear()
-            spelled = (_common(call) + str(call).encode())[: _CALL_BYTES - 1] + b"\0"
-            self._spelled[call] = spelled
+        _, spelled = self._spelled[call]
         start = self._rank * self._stride
         self._memory[start : start + len(spelled)] = spelled
         end = start + _CALL_BYTES
@@ -89,21 +84,9 @@ class Meetings:
         return end - start
 
     def _compare(self, call: Call) -> None:
-        spelled = self._spelled[call]
-        length = spelled.index(b"\0") + 1
+        common, _ = self._spelled[call]
         for peer in self._peers:
             start = peer * self._stride
-            if self._memory[start : start + length].tobytes() != spelled[:length]:
-                theirs = self._memory[start : start + _CALL_BYTES].tobytes().split(b"\0")[1].decode(errors="replace")
-                raise CollectiveMismatchError(
-                    f"rank {self._ranks[self._rank]} called {call}, but rank {self._ranks[peer]} called {theirs}. All "
-                    "ranks must call the same collectives in the same order, with tensors of the same size and dtype."
-                )
-
-
-def _common(call: Call) -> bytes:
-    """What all ranks must have called alike."""
-    text = f"{call.kind}|{call.dtype}|{call.numel}|{call.detail}".encode()
-    if len(text) > _CALL_BYTES // 2:  # it may list a size for each rank
-        text = text[: _CALL_BYTES // 4] + hashlib.blake2b(text, digest_size=16).hexdigest().encode()
-    return text + b"\0"
+            if self._memory[start : start + len(common)].tobytes() != common:
+                theirs = called(self._memory[start : start + _CALL_BYTES].tobytes())
+                raise different_calls(self._ranks[self._rank], call, self._ranks[peer], theirs)

@@ -17,6 +17,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
+from paceline.comm.explain import different_sizes, peer_failed, peer_left
 from paceline.comm.mpi.leaving import leave
 from paceline.comm.mpi.letters import Letters
 from paceline.comm.mpi.library import MPI
@@ -25,7 +26,6 @@ from paceline.comm.mpi.notices import Notices
 from paceline.comm.mpi.wire import DATA_TAG, Wire, messages_of
 from paceline.comm.reductions import reduce_into
 from paceline.comm.transport import Call, Reduction, Steps, Transport
-from paceline.errors import CollectiveMismatchError, PeerError
 
 _BLOCK_BYTES = 1 << 23  # of a tensor that is reduced at a time: what ranks send then stays in caches
 
@@ -184,11 +184,8 @@ class Mpi(Transport):
         tables = torch.stack(self._meetings.data(mine.dtype, mine.numel())).view(self.size, 2, self.size)
         given, taken = tables[:, 0], tables[:, 1].t()  # (giver, taker)
         for giver, taker in (given != taken).nonzero().tolist():
-            raise CollectiveMismatchError(
-                f"{call.kind}: rank {self._ranks[giver]} has {given[giver, taker]} elements for rank "
-                f"{self._ranks[taker]}, which expects {taken[giver, taker]}. Sizes must be the same on both sides."
-                + (f" This rank's call is at {call.where}." if call.where else "")
-            )
+            counts = int(given[giver, taker]), int(taken[giver, taker])
+            raise different_sizes(call, self._ranks[giver], counts[0], self._ranks[taker], counts[1])
         takes[self.rank].copy_(gives[self.rank])
         yield from self._exchange(gives, takes)
 
@@ -234,12 +231,9 @@ class Mpi(Transport):
             gone = failed  # of several, any one may send what anybody may send
         if not gone:
             return
-        notice, name = self._notices.seen[gone[0]], f"rank {self._ranks[gone[0]]}"
-        if notice.has_failed:
-            raise PeerError(f"{self._me()}: {name} failed, and takes part in this group no more:\n{notice.words}")
-        raise PeerError(
-            f"{self._me()}: {name} has left the group. All ranks must call collectives equally often before they end."
-        )
+        notice = self._notices.seen[gone[0]]
+        me, name = self._ranks[self.rank], f"rank {self._ranks[gone[0]]}"
+        raise peer_failed(me, name, notice.words) if notice.has_failed else peer_left(me, name)
 
     def absent(self) -> list[int]:
         return self._wire.awaited()
@@ -269,6 +263,3 @@ class Mpi(Transport):
     def _num_done(self) -> int:
         """How many collectives this rank has finished. What is torn is the last one, or a message after it."""
         return self._meetings.number - (self._is_under_way or self._wire.is_torn)
-
-    def _me(self) -> str:
-        return f"rank {self._ranks[self.rank]}"
