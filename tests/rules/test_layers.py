@@ -23,16 +23,27 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"plan", "comm", "parallel", "data", "launch"},
 }
 
+# Within comm: what all of it may use, and what each folder may use besides that and itself.
+COMM_GROUND = {"calls", "explain", "reductions", "shares", "transport"}
+COMM_FOLDERS: dict[str, set[str]] = {
+    "engine": set(),
+    "memory": {"engine"},
+    "hosts": {"engine", "memory"},
+    "group": {"engine", "memory"},
+    "mpi": {"engine", "group"},
+}
 
-def imports_of(path: pathlib.Path) -> Iterator[str]:
-    """The second component of each ``paceline.x.y`` that the file imports, wherever in it the import stands."""
+
+def imports_of(path: pathlib.Path, package: str = "paceline") -> Iterator[str]:
+    """What the file imports of ``package``: the component after it, wherever in the file the import stands."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (name.name.split(".")[1] for name in node.names if name.name.startswith("paceline."))
+            names = [name.name for name in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            first, _, rest = node.module.partition(".")
-            if first == "paceline":
-                yield from [rest.split(".")[0]] if rest else [name.name for name in node.names]
+            names = [f"{node.module}.{name.name}" for name in node.names]
+        else:
+            continue
+        yield from (name.removeprefix(f"{package}.").split(".")[0] for name in names if name.startswith(f"{package}."))
 
 
 def files_of(name: str) -> list[pathlib.Path]:
@@ -59,6 +70,23 @@ def test_a_piece_of_the_ground_imports_itself_and_pieces_before_it(piece):
     allowed = set(GROUND[: GROUND.index(piece) + 1])
     for path in files_of(piece):
         assert set(imports_of(path)) <= allowed, f"{path.relative_to(PROJECT)} imports more than {sorted(allowed)}"
+
+
+def test_the_folders_of_comm_are_known():
+    assert {path.parent.name for path in (SOURCE / "comm").glob("*/__init__.py")} == set(COMM_FOLDERS)
+
+
+@pytest.mark.parametrize("folder", COMM_FOLDERS)
+def test_a_folder_of_comm_imports_what_its_row_names(folder):
+    allowed = {folder, *COMM_GROUND, *COMM_FOLDERS[folder]}
+    for path in (SOURCE / "comm" / folder).rglob("*.py"):
+        imported = set(imports_of(path, "paceline.comm"))
+        assert imported <= allowed, f"{path.relative_to(PROJECT)} imports more of comm than {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("name", sorted(COMM_GROUND))
+def test_what_all_of_comm_uses_imports_none_of_its_folders(name):
+    assert set(imports_of(SOURCE / "comm" / f"{name}.py", "paceline.comm")) <= COMM_GROUND
 
 
 def test_plans_know_nothing_of_torch():
