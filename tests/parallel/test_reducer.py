@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import os
 import re
+import warnings
 import weakref
 
 import pytest
@@ -954,3 +955,29 @@ def wrapped_again(world):
 def test_wrapping_a_model_again_and_again_opens_no_further_connections():
     for counts in run_ranks(2, wrapped_again):
         assert counts == [counts[0]] * 3
+
+
+def removed_but_used(world):
+    """The module loses a parameter that goes on being trained, from outside."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    wrapped = DistributedDataParallel(model)
+    weight = model[0].weight
+    told = []
+    for k in range(4):
+        if k == 1:
+            del model[0].weight
+        if k >= 1:
+            model[0].weight = weight * 1.0  # no parameter any more
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapped(torch.ones(1, 1)).sum().backward()
+        told += [str(warning.message) for warning in caught]
+    return told
+
+
+def test_a_parameter_that_the_model_has_lost_and_that_still_gets_gradients_is_warned_of_once():
+    for told in run_ranks(2, removed_but_used):
+        assert told == [
+            "'0.weight' is no parameter of the model any more, and yet backward computes a gradient of it, which is "
+            "not averaged between ranks. Keep it in the model, or wrap what it belongs to on its own."
+        ]

@@ -34,15 +34,17 @@ def choose_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMes
     return dist.distributed_c10d._get_default_group()
 
 
-def prepare_for_mesh(module: Module, device_mesh: DeviceMesh | None) -> None:
-    """Where the mesh is a slice of a larger one, the other dimensions may have split the module's parameters.
+def prepare_for_mesh(module: Module, device_mesh: DeviceMesh | None) -> bool:
+    """Whether the mesh is a slice of a larger one, whose other dimensions may have split the module's parameters.
 
-    torch then replaces them by their local parts, which are what is averaged, and has forward put them back.
+    torch replaces such parameters by their local parts, which are what is averaged, and takes them out in forward.
     """
-    if device_mesh is not None and device_mesh._get_root_mesh() != device_mesh:
-        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # takes a while to import
+    if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
+        return False
+    from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform  # takes a while to import
 
-        _pre_dp_module_transform(module)
+    _pre_dp_module_transform(module)
+    return True
 
 
 def check_params(params: Sequence[Parameter]) -> str:

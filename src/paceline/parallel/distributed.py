@@ -38,6 +38,25 @@ class Absent:
         raise AttributeError
 
 
+class TorchsReducer:
+    """The few calls of torch's reducer that libraries make around a backward of their own."""
+
+    def __init__(self, reducer: Reducer | None) -> None:
+        self._reducer = reducer
+
+    def prepare_for_forward(self) -> None:
+        """Nothing is to be done."""
+
+    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A backward from ``outputs`` is to come."""
+        if self._reducer is not None:
+            for output in outputs:
+                self._reducer.watch(output)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Average a module's gradients over the ranks of a process group; torch's class of that name.
 
@@ -116,7 +135,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.process_group = arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-            arguments.prepare_for_mesh(module, device_mesh)
+        self._is_over_a_slice = arguments.prepare_for_mesh(module, device_mesh)
         self.module = module
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
@@ -206,6 +225,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    @property
+    def reducer(self) -> "TorchsReducer":
+        """What other people's code asks torch's reducer for."""
+        return TorchsReducer(self._reducer)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -382,7 +406,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._reducer = None
         self._is_joined = True
         with_buffers = self.forward_sync_buffers or (self._init_sync and self._init_sync_buffers)
-        self._registry = Registry(self.module, self.parameters_to_ignore, with_buffers=with_buffers)
+        self._registry = Registry(
+            self.module, self.parameters_to_ignore, with_buffers=with_buffers, is_fixed=self._is_over_a_slice
+        )
         if dist.get_world_size(group) == 1 and not self._comm_hooks:
             return
         collect_abandoned(self.module.parameters())

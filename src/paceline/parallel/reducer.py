@@ -169,7 +169,14 @@ class Reducer:
         noted = self._hooks.noted
         if noted:
             self._count(noted, current)
+            if current.has_strays:
+                self._warn_of_departed(noted)
             noted.clear()
+
+    def _warn_of_departed(self, params: Iterable[Parameter]) -> None:
+        for param in params:
+            if id(param) not in self.place_of:
+                self._registry.warn_of_departed(param)
 
     def _count(self, params: Iterable[Parameter], current: Round) -> Bucket | None:
         """Count gradients that have arrived; the bucket of the last, if that may be complete with it."""
@@ -179,6 +186,7 @@ class Reducer:
             bucket = None
             if bucket_of_it is None or bucket_of_it.is_launched or index in arrived:
                 # Replaced or unfrozen since the last plan; or late, or once more: all that is dealt with later.
+                current.has_strays = current.has_strays or bucket_of_it is None
                 continue
             arrived[index] = None
             if expected[index]:

@@ -11,6 +11,7 @@ was found, since a script may also write into ``module._parameters``, or remove 
 
 import itertools
 import operator
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
@@ -38,9 +39,17 @@ class Registry:
     Args:
         ignored: names of parameters and buffers to leave alone.
         with_buffers: whether buffers are copied between ranks, and so must agree.
+        is_fixed: whether the parameters are those of the beginning, whatever becomes of the module.
     """
 
-    def __init__(self, module: Module, ignored: Set[str] = frozenset(), *, with_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        module: Module,
+        ignored: Set[str] = frozenset(),
+        *,
+        with_buffers: bool = True,
+        is_fixed: bool = False,
+    ) -> None:
         self.on_newcomer: Callable[[], None] = lambda: None
         self.names: list[str] = []
         self.params: list[Parameter] = []
@@ -51,7 +60,9 @@ class Registry:
         self._module = module
         self._ignored = ignored
         self._with_buffers = with_buffers
+        self._is_fixed = is_fixed
         self._newcomers = WeakIdKeyDictionary()
+        self._departed = WeakIdKeyDictionary()  # names of parameters that the module has no longer
         self._watched: weakref.WeakSet[Module] = weakref.WeakSet()
         _watch()
 
@@ -66,8 +77,10 @@ class Registry:
         here, buffers = dict(self._named_params()), dict(self._named_buffers())
         specs, extras = agree([Spec.of(name, tensor) for name, tensor in {**here, **buffers}.items()], group, extra)
         agreed = [spec for spec in specs if spec.name in here]
+        before = dict(zip(self.names, self.params, strict=True))
         self.names = [spec.name for spec in agreed]
         self.params = [here[spec.name] for spec in agreed]
+        self._note_departed(before)
         self.strides = [spec.stride for spec in agreed]
         sparse = {id(param) for param in _sparse_params(self._module)}
         self.sparse = {index for index, param in enumerate(self.params) if id(param) in sparse}
@@ -92,6 +105,8 @@ class Registry:
 
     def has_changed(self) -> bool:
         """Whether the module holds other parameters, or other kinds of buffers, than those agreed on."""
+        if self._is_fixed:
+            return False
         if self._newcomers:
             return True
         entries = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
@@ -102,9 +117,20 @@ class Registry:
         return not all(_kind(table.get(name)) == kind for table, name, kind in self._buffer_places)
 
     def present(self) -> Iterator[Parameter]:
-        """The parameters agreed on, and the newcomers."""
+        """The parameters agreed on, the newcomers, and those that the module has no longer."""
         yield from self.params
         yield from self._newcomers
+        yield from self._departed
+
+    def warn_of_departed(self, param: Parameter) -> None:
+        """Once for each, if it is a parameter that the module had, and has no longer: nobody averages its gradient."""
+        name = self._departed.pop(param, None)  # type: ignore[no-untyped-call]
+        if name is not None:
+            warnings.warn(
+                f"{name!r} is no parameter of the model any more, and yet backward computes a gradient of it, which is "
+                "not averaged between ranks. Keep it in the model, or wrap what it belongs to on its own.",
+                stacklevel=2,
+            )
 
     def buffers(self) -> list[torch.Tensor]:
         """The module's buffers as they are now, in an order that all ranks share.
@@ -128,6 +154,14 @@ class Registry:
     def _named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._with_buffers:
             yield from ((name, b) for name, b in self._module.named_buffers() if name not in self._ignored)
+
+    def _note_departed(self, before: dict[str, Parameter]) -> None:
+        ids = {id(param) for param in self.params}
+        for name, param in before.items():
+            if id(param) not in ids:
+                self._departed[param] = name
+        for param in [param for param in self._departed if id(param) in ids]:
+            del self._departed[param]
 
     def _note_places(self) -> None:
         """Note where parameters, buffers and modules lie, so that a later look is cheap; watch the modules."""

@@ -42,6 +42,7 @@ class Round:
         self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
         self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
         self.is_ready = False  # whether a complete bucket waits for the next gradient to be launched
+        self.has_strays = False  # whether gradients came of parameters that the plan does not have
         self.num_launched = 0
         self.pending: PendingControl | None = None
         self._task: weakref.ref[Task] | None = None

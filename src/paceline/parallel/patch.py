@@ -1,0 +1,58 @@
+"""Giving paceline's classes to scripts that import torch's names.
+
+The invariant: a patch puts back exactly what it found, and nothing is patched unless somebody asks.
+"""
+
+from types import ModuleType, TracebackType
+
+import torch
+from torch.nn import parallel
+from torch.nn.modules import batchnorm
+from torch.nn.parallel import distributed
+
+from paceline.parallel.distributed import DistributedDataParallel
+from paceline.parallel.sync_batchnorm import SyncBatchNorm
+
+_PLACES: list[tuple[ModuleType, type]] = [
+    (parallel, DistributedDataParallel),
+    (distributed, DistributedDataParallel),
+    (torch.nn, SyncBatchNorm),
+    (torch.nn.modules, SyncBatchNorm),
+    (batchnorm, SyncBatchNorm),
+]
+
+
+class Patch:
+    """A patch that is in place until ``undo``, or until the block is over."""
+
+    def __init__(self) -> None:
+        self._before = [(place, kind.__name__, getattr(place, kind.__name__)) for place, kind in _PLACES]
+        for place, kind in _PLACES:
+            setattr(place, kind.__name__, kind)
+
+    def undo(self) -> None:
+        """Put torch's classes back. Twice does no harm."""
+        while self._before:
+            place, name, value = self._before.pop()
+            setattr(place, name, value)
+
+    def __enter__(self) -> "Patch":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def patch_torch() -> Patch:
+    """Let ``torch.nn.parallel.DistributedDataParallel`` and ``torch.nn.SyncBatchNorm`` be paceline's.
+
+    For scripts, and libraries, that import torch's names; call it before they do, or before they look them up:
+
+        paceline.parallel.patch_torch()          # from here on
+
+        with paceline.parallel.patch_torch():    # in this block
+            import train
+    """
+    return Patch()
