@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.data import DataLoader, DistributedSampler, gather
-    from paceline.parallel import DistributedDataParallel
+    from paceline.parallel import DistributedDataParallel, SyncBatchNorm
+    from paceline.parallel.global_mean import global_mean
     from paceline.world import World, init, shutdown
 
 _HOME_OF = {
     "DataLoader": "paceline.data",
     "DistributedDataParallel": "paceline.parallel",
     "DistributedSampler": "paceline.data",
+    "SyncBatchNorm": "paceline.parallel",
     "World": "paceline.world",
     "gather": "paceline.data",
+    "global_mean": "paceline.parallel",
     "init": "paceline.world",
     "shutdown": "paceline.world",
 }
@@ -30,9 +33,11 @@ __all__ = [
     "DataLoader",
     "DistributedDataParallel",
     "DistributedSampler",
+    "SyncBatchNorm",
     "World",
     "errors",
     "gather",
+    "global_mean",
     "init",
     "shutdown",
 ]

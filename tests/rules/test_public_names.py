@@ -16,9 +16,11 @@ PUBLIC = [
     "DataLoader",
     "DistributedDataParallel",
     "DistributedSampler",
+    "SyncBatchNorm",
     "World",
     "errors",
     "gather",
+    "global_mean",
     "init",
     "shutdown",
 ]
