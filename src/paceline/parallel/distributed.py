@@ -227,7 +227,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self.require_backward_grad_sync = before
 
     @property
-    def reducer(self) -> "TorchsReducer":
+    def reducer(self) -> "TorchsReducer":  # type: ignore[override]
         """What other people's code asks torch's reducer for."""
         return TorchsReducer(self._reducer)
 
