@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from paceline import DistributedDataParallel
-from paceline.parallel.patch import patch_torch
+from paceline.parallel import patch_torch
 from support.ranks import expect_errors, run_ranks
 
 TORCHS = nn.parallel.DistributedDataParallel

@@ -2,6 +2,7 @@
 
 from paceline.parallel.distributed import DistributedDataParallel
 from paceline.parallel.global_mean import global_mean
+from paceline.parallel.patch import patch_torch
 from paceline.parallel.sync_batchnorm import SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "SyncBatchNorm", "global_mean"]
+__all__ = ["DistributedDataParallel", "SyncBatchNorm", "global_mean", "patch_torch"]
