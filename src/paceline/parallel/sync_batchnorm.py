@@ -7,6 +7,7 @@ The invariant: all ranks normalise by the same statistics, bit by bit, and outpu
 process that holds the samples of all. A training forward exchanges one message, a backward to the input another.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,23 +155,26 @@ def _gather_statistics(input: Tensor, group: dist.ProcessGroup) -> _Statistics:
     dims, _ = _around_channels(input)
     message = torch.zeros(2 * num_channels + 1, dtype=torch.float64)  # mean, M2, count
     if input.numel():
-        mean = input.mean(dims, keepdim=True, dtype=_wide(input))
-        message[:num_channels] = mean.flatten()
-        message[num_channels:-1] = (input - mean).square_().sum(dims)
-        message[-1] = input.numel() // num_channels
-    everyones = message.new_empty(dist.get_world_size(group) * len(message))
-    dist.all_gather_into_tensor(everyones, message, group=group)
-    return _combine(everyones.view(-1, len(message)))
+        count = input.numel() // num_channels
+        rounded_mean = input.mean(dims, keepdim=True, dtype=_wide(input))
+        deviation = input - rounded_mean
+        rest = deviation.mean(dims).double()  # what rounding took from the mean: much, where that is far from zero
+        message[:num_channels] = rounded_mean.flatten().double() + rest
+        message[num_channels:-1] = (deviation.square_().sum(dims) - count * rest.square()).clamp_(min=0)
+        message[-1] = count
+    everyones = [torch.empty_like(message) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, message, group=group)
+    return _combine(everyones)
 
 
-def _combine(everyones: Tensor) -> _Statistics:
+def _combine(everyones: Sequence[Tensor]) -> _Statistics:
     """The ranks' statistics, brought together in the order of ranks, the same on each of them.
 
     Args:
-        everyones: each rank's mean, M2 and count. (ranks, 2C + 1)
+        everyones: each rank's mean, M2 and count. (2C + 1)
     """
-    num_channels = everyones.shape[1] // 2
-    mean, m2 = everyones.new_zeros(2, num_channels).unbind()
+    num_channels = len(everyones[0]) // 2
+    mean, m2 = everyones[0].new_zeros(2, num_channels).unbind()
     total = 0
     for row in everyones:
         count = int(row[-1])
@@ -225,7 +229,7 @@ class _Normalize(Function):
         grad_bias = sums[0].to(bias.dtype) if wants_bias else None
         if not wants_input:
             return None, grad_weight, grad_bias, None, None, None
-        totals = sums.double()
+        totals = sums.to(torch.float64, copy=True)  # the parameters' gradients stay those of this rank
         dist.all_reduce(totals, group=ctx.group)
         mean_grad, mean_product = (totals / max(1, ctx.count)).to(mean.dtype)
         scale = invstd if weight is None else invstd * weight.to(mean.dtype)
