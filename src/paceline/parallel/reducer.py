@@ -19,7 +19,6 @@ idempotent, so what is already the average (accumulated by an earlier round) sta
 import functools
 import gc
 import itertools
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -35,16 +34,13 @@ from paceline.parallel.comm_hooks import Hook
 from paceline.parallel.control import NO_DIGEST, Control, PendingControl, digest_of
 from paceline.parallel.drift import DriftWatch
 from paceline.parallel.explain import Explained, raise_first_difference
+from paceline.parallel.fields import have_grad, kinds, trainable
 from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.in_backward import step_in_backward
 from paceline.parallel.planning import make_buckets
 from paceline.parallel.registry import Registry
 from paceline.parallel.rounds import Round
 
-# Over many small parameters, a loop that runs in C is worth a line.
-_requires_grad_of, _grad_of = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
-_dtype_of, _device_of, _is_cpu = map(operator.attrgetter, ("dtype", "device", "is_cpu"))
-_is_not_none = functools.partial(operator.is_not, None)
 _NOWHERE: tuple[int, Bucket | None] = (-1, None)
 
 _numbers = itertools.count()
@@ -127,11 +123,11 @@ class Reducer:
         if self._round is not None and not self._round.is_abandoned():
             return self._round
         self._check_usable()
-        if self._kinds() != self._planned_kinds:  # the model was cast or moved
+        if kinds(self._registry.params) != self._planned_kinds:  # the model was cast or moved
             self._replan()
         for bucket in self._buckets:
             bucket.prepare(self._expected)
-        preexisting = set(itertools.compress(itertools.count(), self._have_grad()))
+        preexisting = set(itertools.compress(itertools.count(), have_grad(self._registry.params)))
         if self._drift is not None:
             self._drift.look(self._registry.params, self._num_rounds)
         self._round = Round(preexisting, self, self._hooks.close_gate)
@@ -285,7 +281,7 @@ class Reducer:
         """Tell all ranks what this one has. A collective call."""
         is_late = [bucket.is_late() for bucket in buckets]
         mine = Control(self._has_gradient(buckets, any(is_late)), is_late, self._registry.has_changed())
-        self._trainable_now = self._trainable()
+        self._trainable_now = trainable(self._registry.params)
         state = self._trainable_now, self._planned_kinds
         if state != self._state:
             self._state, self._digest = state, digest_of(repr(state).encode())
@@ -301,7 +297,7 @@ class Reducer:
         params = self._registry.params
         has = [False] * len(params)
         if some_are_late or len(self.place_of) < len(params) or not buckets:
-            has = self._have_grad()
+            has = have_grad(params)
             for index in itertools.compress(range(len(has)), list(has)):
                 has[index] = params[index].requires_grad or id(params[index]) in self.place_of
         for bucket in buckets:
@@ -386,7 +382,8 @@ class Reducer:
 
     def _replan(self) -> None:
         """Plan buckets for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
-        self._planned_trainable, self._planned_kinds = self._trainable(), self._kinds()
+        params = self._registry.params
+        self._planned_trainable, self._planned_kinds = trainable(params), kinds(params)
         planned = [index for index in self._order if self._planned_trainable[index]]
         self._buckets = self._make_buckets(planned, self._hook)
         self.place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
@@ -410,18 +407,6 @@ class Reducer:
             dist.broadcast(order, group=self._channels.control, group_src=0)
         self._order = order.tolist()
         self._order_is_learnt = True
-
-    def _have_grad(self) -> list[bool]:
-        return list(map(_is_not_none, map(_grad_of, self._registry.params)))
-
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(map(_requires_grad_of, self._registry.params))
-
-    def _kinds(self) -> tuple[object, ...]:
-        params = self._registry.params
-        on_cpu = tuple(map(_is_cpu, params))
-        # torch makes an object each time that it is asked for a device.
-        return tuple(map(_dtype_of, params)), on_cpu if all(on_cpu) else tuple(map(_device_of, params))
 
     # -- errors --------------------------------------------------------------------------------------------------
 
