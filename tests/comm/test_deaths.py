@@ -385,9 +385,10 @@ def test_a_message_that_does_not_come_is_named_after_the_timeout():
 
 
 def wait_a_little(world):
-    """Rank 1 comes late; the others wait shortly at first, and then as long as it takes."""
+    """Rank 1 comes when the others have waited shortly; then these wait as long as it takes."""
+    store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
-        time.sleep(0.8)
+        store.wait(["waited"])
     t = torch.ones(10)
     work = dist.all_reduce(t, async_op=True)
     error = None
@@ -396,6 +397,7 @@ def wait_a_little(world):
             work.wait(timedelta(seconds=0.1))
         except Exception as too_late:
             error = Error.of(too_late)
+        store.set("waited", "")
     return error, work.wait(), t.tolist()
 
 

@@ -105,11 +105,14 @@ def waits_in_threads(world):
     results = {}
 
     def exchange(tag):
-        theirs = torch.empty(100_000)
-        sent = dist.isend(torch.full((100_000,), float(world.rank * 10 + tag)), 1 - world.rank, tag=tag)
-        dist.recv(theirs, 1 - world.rank, tag=tag)
-        sent.wait()
-        results[tag] = float(theirs.mean())
+        try:
+            theirs = torch.empty(100_000)
+            sent = dist.isend(torch.full((100_000,), float(world.rank * 10 + tag)), 1 - world.rank, tag=tag)
+            dist.recv(theirs, 1 - world.rank, tag=tag)
+            sent.wait()
+            results[tag] = float(theirs.mean())
+        except Exception as error:
+            results[tag] = repr(error)
 
     threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
     for thread in threads:

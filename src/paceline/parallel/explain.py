@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from paceline.errors import ReductionError, ReplicaMismatchError
+from paceline.errors import PacelineError, ReductionError, ReplicaMismatchError
 from paceline.parallel.agreement import all_gather_object
 
 
@@ -30,9 +30,11 @@ class Explained:
             first, last = self._names[0], self._names[-1]
             span = repr(first) if first == last else f"{first!r} to {last!r}, {len(self._names)} parameters"
             what = f"bucket {self._number} ({span})"
+        why = str(error).removeprefix(f"rank {dist.get_rank()}: ")
+        if not isinstance(error, PacelineError):
+            why = f"most often another rank has ended or is stuck; its output says why. The backend reports: {error}"
         raise ReductionError(
-            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks. Most often another "
-            f"rank has ended or is stuck; its output says why. The backend reports: {error}"
+            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks: {why}"
         ) from error
 
 

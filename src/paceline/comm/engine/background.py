@@ -75,7 +75,7 @@ class Driver:
 
     def _drive(self) -> None:
         queue = self._queue
-        with queue.lock:
+        with queue.lock, contextlib.suppress(Exception):  # the group has failed then, and whoever waits is told
             queue.advance()
         self._call_back()
         with queue.lock:
@@ -95,7 +95,9 @@ class Driver:
         if not self._queue.finished:
             return
         self.is_calling_back = True
-        if self._queue.pending():
-            self._stand_in()
-        self._queue.resolve()
-        self.is_calling_back = False
+        try:
+            if self._queue.pending():
+                self._stand_in()
+            self._queue.resolve()
+        finally:
+            self.is_calling_back = False

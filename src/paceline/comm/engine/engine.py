@@ -141,7 +141,7 @@ class Engine:
                     num_looks = 0
                 if is_done():
                     return
-                queue.check_usable()
+                queue.check_going()
                 num_looks += 1
                 sleeps = num_looks > num_spins + num_yields
                 queue.num_sleepers += sleeps  # with the lock: who ends the operation after this will ring

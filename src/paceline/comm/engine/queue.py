@@ -42,6 +42,7 @@ class Queue:
         self._others: list[Callable[[], bool]] = []
         self._num_calls = 0
         self._failure = ""
+        self._cause: Exception | None = None
         self._is_closed = False
 
     # -- with the lock -------------------------------------------------------------------------------------------
@@ -107,7 +108,7 @@ class Queue:
         """All that is under way ends with ``error``; nothing can begin any more, here and on the other ranks."""
         if self._failure or self._is_closed:
             return
-        self._failure = reason
+        self._failure, self._cause = reason, error
         for operation in self.pending():
             self._end(operation, error or CommunicationError(self._refusal()))
         self._transport.give_up(reason)
@@ -189,6 +190,12 @@ class Queue:
             raise CommunicationError(
                 self._refusal() if not self._is_closed else f"{self._name_of_me}: the process group was destroyed."
             )
+
+    def check_going(self) -> None:
+        """Raise if what is waited for cannot be done any more: what the group has failed of, where that is known."""
+        if self._failure and self._cause is not None and not self._is_closed:
+            raise self._cause
+        self.check_usable()
 
     def _refusal(self) -> str:
         return (

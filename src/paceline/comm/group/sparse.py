@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm.group.staging import flat
+from paceline.comm.reductions import divide
 from paceline.comm.transport import Call, Reduction, Steps, Transport
 from paceline.errors import CommunicationError
 
@@ -26,6 +27,6 @@ def sum_sparse(transport: Transport, call: Call, tensor: Tensor, reduction: Redu
         gathered.append(torch.cat(everyones))
     total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape, check_invariants=False).coalesce()
     if reduction.name == "avg":
-        total = total / transport.size
+        divide(total.values(), transport.size)
     with torch.no_grad():
         tensor.copy_(total)

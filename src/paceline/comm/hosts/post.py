@@ -174,7 +174,7 @@ class Post:
 
     def is_quiet(self) -> bool:
         """Whether there is nothing to send, and nothing that has come waits to be read."""
-        return not self.num_unsent and not self._epoll.poll(0)
+        return self._is_closed or (not self.num_unsent and not self._epoll.poll(0))
 
     @property
     def num_unsent(self) -> int:
