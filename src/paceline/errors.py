@@ -13,7 +13,9 @@
     ├── ReplicaMismatchError      RuntimeError  the ranks built, froze or replaced parameters differently
     ├── ReductionError            RuntimeError  gradients could not be averaged
     ├── DataError                 ValueError    a sampler, loader or gather was given what does not fit together
-    └── LaunchError               RuntimeError  the ranks could not be started
+    ├── LaunchError               RuntimeError  the ranks could not be started
+    ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
+    └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
 
 Each also subclasses the built-in error that torch raises in the same place, so ``except RuntimeError`` in an old
 script still catches it. A message says what was expected, what came, on which rank, and what to do next.
@@ -74,3 +76,11 @@ class CollectiveMismatchError(PacelineError, RuntimeError):
 
 class CollectiveTimeoutError(PacelineError, TimeoutError, RuntimeError):
     """A collective was not done before its deadline; the message names the ranks that have not come."""
+
+
+class ObserverError(PacelineError, RuntimeError):
+    """An observer of a reducer raised. The round had been brought to its end first: gradients are averages."""
+
+
+class TimelineError(PacelineError, ValueError):
+    """A timeline or a trace was to be kept or merged in a way that cannot be."""

@@ -20,6 +20,8 @@ BUILT_IN = {
     "ReductionError": RuntimeError,
     "DataError": ValueError,
     "LaunchError": RuntimeError,
+    "ObserverError": RuntimeError,
+    "TimelineError": ValueError,
 }
 
 
