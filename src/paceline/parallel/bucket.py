@@ -15,8 +15,9 @@ import operator
 import sys
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ class Member:
 
 class Bucket(ABC):
     """Gradients that travel together, as the reducer handles them: prepared, packed, sent, waited for, given."""
+
+    kind: ClassVar[str]  # what a report calls it
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
         self.number = number
@@ -81,6 +84,13 @@ class Bucket(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Wait for what was sent."""
+
+    def when_ended(self, tell: Callable[[object], None]) -> None:  # noqa: B027
+        """Have ``tell`` called when what was sent is the average, in any thread, where the backend can do that."""
+
+    def has_ended(self) -> bool:
+        """Whether what was sent is known to be the average; never waits."""
+        return False
 
     def is_late(self) -> bool:
         """Whether a member's gradient came after the launch."""
@@ -123,6 +133,7 @@ class DenseBucket(Bucket):
         divides: whether gradients are divided when they are packed, so that the ranks' sum is the average.
     """
 
+    kind = "dense"
     divides = True
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int) -> None:
@@ -179,6 +190,14 @@ class DenseBucket(Bucket):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    def when_ended(self, tell: Callable[[object], None]) -> None:
+        if self._work is not None:
+            try:
+                future = self._work.get_future()
+            except RuntimeError:  # c10d's own MPI has none
+                return
+            future.add_done_callback(tell)
 
     def _allocate(self) -> Tensor:
         device, dtype = self.members[0].param.device, self.members[0].param.dtype
@@ -258,6 +277,7 @@ class DenseBucket(Bucket):
 class SharedBucket(DenseBucket):
     """Dense gradients in memory that all ranks of the host reach: averaged where they lie."""
 
+    kind = "shared"
     divides = False
 
     def __init__(self, number: int, members: Sequence[Member], world_size: int, averages: Averages) -> None:
@@ -275,6 +295,9 @@ class SharedBucket(DenseBucket):
             self._averages.wait(self._launch)
             self._launch = None
 
+    def has_ended(self) -> bool:
+        return self._launch is not None and self._averages.has_ended(self._launch)
+
     def _allocate(self) -> Tensor:
         self._shared = self._averages.allocate(self._numel(), self.members[0].param.dtype)
         return self._shared.tensor
@@ -287,6 +310,7 @@ class SparseBucket(Bucket):
     and happens in ``wait``, when all other buckets are under way.
     """
 
+    kind = "sparse"
     _group: dist.ProcessGroup | None = None
     _mine: Tensor | None = None
     _sum: Tensor | None = None

@@ -65,6 +65,7 @@ class GradBucket:
 class HookedBucket(DenseBucket):
     """A bucket that a hook averages."""
 
+    kind = "hooked"
     divides = False
 
     def __init__(
@@ -100,6 +101,11 @@ class HookedBucket(DenseBucket):
             )
         if averaged.data_ptr() != self._flat.data_ptr() or averaged.dtype != self._flat.dtype:
             self._flat.copy_(averaged.view(-1))
+
+    def when_ended(self, tell: Callable[[object], None]) -> None:
+        future: Any = self._future
+        if hasattr(future, "add_done_callback"):  # of a hook's future no more is asked than that it can wait
+            future.add_done_callback(tell)
 
     def rescale(self, factor: float) -> None:
         """Nothing: what a hook makes of the gradients is theirs."""

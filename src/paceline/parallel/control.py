@@ -60,6 +60,10 @@ class PendingControl:
         self._tensor = torch.frombuffer(message, dtype=torch.uint8)
         self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
+    @property
+    def size_bytes(self) -> int:
+        return self._tensor.numel()
+
     def result(self) -> Control:
         assert self._work is not None
         self._work.wait()

@@ -29,6 +29,8 @@ from paceline.parallel.mixed_precision import LowPrecision, reduce_in
 from paceline.parallel.outputs import find_tensors
 from paceline.parallel.reducer import Reducer, collect_abandoned
 from paceline.parallel.registry import Registry
+from paceline.parallel.report import Report
+from paceline.timeline import Observer, Timeline
 
 
 class Absent:
@@ -88,6 +90,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         forward_sync_buffers: copy the first rank's buffers to all before each training forward. True by default.
         detect_drift: compare samples of the weights between ranks in each backward, and raise on all ranks where they
             differ. Always off with a communication hook.
+        observer: called with each `paceline.timeline.Event`; see ``observe``.
     Raises:
         ReplicaMismatchError: on every rank, if the ranks' parameters or buffers differ in name, shape or dtype.
         ValueError, RuntimeError: where torch raises them: no process group, nothing to train, devices that do not fit,
@@ -128,6 +131,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         forward_sync_buffers: bool | None = None,
         *,
         detect_drift: bool = True,
+        observer: Observer | None = None,
     ) -> None:
         Module.__init__(self)
         Joinable.__init__(self)
@@ -159,6 +163,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._init_sync, self._init_sync_buffers = init_sync, init_sync_buffers
         self._caps = arguments.Caps(bucket_cap_mb, bucket_cap_mb_list)
         self._detect_drift = detect_drift
+        self._observers: list[Observer] = []
+        self._timeline: Timeline | None = None
+        self.observe(observer)
         self.mixed_precision = mixed_precision
         self._low_precision = mixed_precision and LowPrecision(mixed_precision, self.parameters_to_ignore)
         if self._low_precision is not None:
@@ -225,6 +232,55 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             yield
         finally:
             self.require_backward_grad_sync = before
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer`` called with each `paceline.timeline.Event` of the backwards to come; None for nobody.
+
+        It is called on this rank, in the thread that runs backward, so it had better be quick. What it raises is raised
+        by that ``backward()``, as an ObserverError, after the gradients have been averaged on all ranks. On CUDA, this
+        call waits for the device; the rounds observed do not.
+
+        Args:
+            observer: a `paceline.timeline.Timeline`, say, which ``report`` then measures; or any callable.
+        """
+        self._set_observers([] if observer is None else [observer])
+
+    @contextlib.contextmanager
+    def profile(self) -> Iterator[Timeline]:
+        """Keep the events of the backwards that run in this block, for ``report`` and for a trace.
+
+            with model.profile() as timeline:
+                for x, y in itertools.islice(loader, 20): ...
+            print(model.report())
+            timeline.save("trace.json")
+
+        An observer that is there is called as before.
+        """
+        timeline, before = Timeline(), self._observers
+        self._set_observers([*before, timeline])
+        try:
+            yield timeline
+        finally:
+            self._set_observers(before)
+
+    def _set_observers(self, observers: list[Observer]) -> None:
+        self._observers = observers
+        for observer in observers:
+            if isinstance(observer, Timeline):
+                self._timeline = observer
+        if "_reducer" in self.__dict__ and self._reducer is not None:
+            self._reducer.observe(observers)
+
+    def report(self) -> Report:
+        """The buckets, what has happened so far, and how well communication was hidden; no other rank is needed.
+
+        The last is known where a `paceline.timeline.Timeline` observed, or after ``profile``. Print it, or look at its
+        fields.
+        """
+        rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        if self._reducer is None:
+            return Report(rank, size, dist.get_backend(self.process_group))
+        return self._reducer.report(None if self._timeline is None else self._timeline.measure(dist.get_rank()))
 
     @property
     def reducer(self) -> "TorchsReducer":  # type: ignore[override]
@@ -372,7 +428,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         state = self.__dict__.copy()
         for name in ("process_group", "device_mesh", "_reducer", "_registry", "_channels", "_join_reminders"):
             state.pop(name, None)
-        return {**state, "_sync": True, "_is_joined": False}
+        return {**state, "_sync": True, "_is_joined": False, "_observers": [], "_timeline": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._restore(state, arguments.choose_group(None, None))
@@ -418,6 +474,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         detects_drift = all(wanted for _, wanted in told)
         self._reducer = Reducer(self._registry, self._channels, caps_bytes, detects_drift=detects_drift)
         self._reducer.sync = self._sync
+        self._reducer.observe(self._observers)
         for hook, state in self._comm_hooks:
             self._reducer.use_hook(state, hook, keeps_replicas_equal=False)
         if self._low_precision is not None and self._low_precision.reduce_dtype is not None and not self._comm_hooks:

@@ -108,6 +108,7 @@ class ShadowHook(JoinHook):
         if self.number == max(hook.number for hook in self._cohort):
             for hook in sorted(self._cohort, key=lambda hook: hook.number):
                 hook.finish()
+            reducer.raise_observer_error()
 
     def finish(self) -> None:
         """Wait for the round, if one has begun."""

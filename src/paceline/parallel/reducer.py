@@ -16,7 +16,6 @@ Why that is right: averaging is linear, so a gradient that came late can be aver
 idempotent, so what is already the average (accumulated by an earlier round) stays what it is when averaged again.
 """
 
-import functools
 import gc
 import itertools
 import weakref
@@ -39,7 +38,10 @@ from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.in_backward import step_in_backward
 from paceline.parallel.planning import make_buckets
 from paceline.parallel.registry import Registry
-from paceline.parallel.rounds import Round
+from paceline.parallel.report import Report, report_of
+from paceline.parallel.rounds import Round, opener
+from paceline.parallel.witness import Counts, Witness
+from paceline.timeline import Measured, Observer
 
 _NOWHERE: tuple[int, Bucket | None] = (-1, None)
 
@@ -58,6 +60,8 @@ class Reducer:
         sync: whether backwards average; False within ``no_sync``.
         steps_in_backward: whether parameters have optimizers that step when their gradient is there.
         num_live: how many ranks the gradients are divided by, where some have run out of data.
+        counts: what has happened so far.
+        witness: tells observers, if there are any.
         number: in the order in which reducers were made, which is the same on all ranks.
         place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
             step, and Python's hash of a tensor is slow.
@@ -67,6 +71,8 @@ class Reducer:
         self, registry: Registry, channels: Channels, caps_bytes: Sequence[int], *, detects_drift: bool
     ) -> None:
         self.sync = True
+        self.counts = Counts()
+        self.witness: Witness | None = None
         self.number = next(_numbers)
         self._registry = registry
         self._channels = channels
@@ -78,7 +84,6 @@ class Reducer:
         self._hook: tuple[Any, Hook] | None = None
         self._round: Round | None = None
         self._failure = ""
-        self._num_rounds = 0
         self._trainable_now: tuple[bool, ...] = ()
         self._state: object = None  # of which ``_digest`` was made
         self._digest = b""
@@ -86,7 +91,7 @@ class Reducer:
         self._order = _last_first(registry)
         self._order_is_learnt = False
         self._expected = [True] * len(registry.params)
-        self._replan()
+        self._plan()
         registry.on_newcomer = weakly(self._follow_parameters)
         _living.add(self)
 
@@ -99,10 +104,36 @@ class Reducer:
             self._drift = None
         self._replan()
 
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Tell these of what happens, and no others any more; at no cost where there are none."""
+        before = self.witness
+        self.witness = Witness(observers, self._registry.params[0].device, dist.get_rank()) if observers else None
+        if before is not None:
+            before.flush()
+            before.raise_error()
+
+    def report(self, measured: Measured | None) -> Report:
+        """What is known here."""
+        names, counts = self._registry.names, self.counts
+        return Report(
+            dist.get_rank(),
+            self._world_size,
+            dist.get_backend(self._channels.gradients),
+            caps_bytes=tuple(self._caps_bytes),
+            buckets=report_of(self._buckets, names),
+            num_rounds=counts.rounds,
+            num_replans=counts.replans,
+            num_late=counts.late,
+            num_unplanned=counts.unplanned,
+            unused=tuple(names[i] for bucket in self._buckets for i in bucket.indices if not self._expected[i]),
+            detects_drift=self._drift is not None,
+            measured=measured,
+        )
+
     @property
     def has_run(self) -> bool:
         """Whether a round has ended."""
-        return self._num_rounds > 0
+        return self.counts.rounds > 0
 
     # -- before and during backward ------------------------------------------------------------------------------
 
@@ -110,7 +141,7 @@ class Reducer:
         """Let the backward that starts from ``output`` own its round, so that tasks nested in it do not end it."""
         if output.grad_fn is not None:
             # Weakly: the graph may be held by the model, in a cycle that the garbage collector cannot see.
-            output.grad_fn.register_prehook(functools.partial(_before_backward, weakref.ref(self)))
+            output.grad_fn.register_prehook(opener(self))
 
     def open_round(self) -> Round:
         """The round in progress; opened by the first that asks within a backward.
@@ -129,7 +160,9 @@ class Reducer:
             bucket.prepare(self._expected)
         preexisting = set(itertools.compress(itertools.count(), have_grad(self._registry.params)))
         if self._drift is not None:
-            self._drift.look(self._registry.params, self._num_rounds)
+            self._drift.look(self._registry.params, self.counts.rounds)
+        if self.witness is not None:
+            self.witness.begin(self.counts.rounds, self._buckets, self._registry.names)
         self._round = Round(preexisting, self, self._hooks.close_gate)
         self._hooks.open_gate()
         return self._round
@@ -204,19 +237,24 @@ class Reducer:
     def _launch_complete(self, current: Round, everything: bool = False) -> None:
         """Launch buckets in the plan's order, up to the first that still waits for a gradient."""
         current.is_ready = False
+        if self.witness is not None:
+            self.witness.look()
         while current.num_launched < len(self._buckets):
             bucket = self._buckets[current.num_launched]
             if bucket.num_missing > 0 and not everything:
                 return
-            self._launch(bucket, current)
+            self._launch(bucket, current, self.witness)
             current.num_launched += 1
 
-    def _launch(self, bucket: Bucket, current: Round) -> None:
+    def _launch(self, bucket: Bucket, current: Round, witness: Witness | None = None) -> None:
         with torch.no_grad():
             bucket.pack(current.preexisting)
             self._channels.is_idle = False
+            before = None if witness is None else witness.now()
             with self._explained(bucket):
                 bucket.send(self._channels.gradients)
+            if witness is not None and before is not None:
+                witness.sent(bucket, before)
 
     # -- at the end of backward ----------------------------------------------------------------------------------
 
@@ -224,6 +262,8 @@ class Reducer:
     def send_rest(self) -> None:
         """All gradients are there: launch what has not been launched, and the control message."""
         assert self._round is not None
+        if self.witness is not None:
+            self.witness.begin_wait()
         self._launch_complete(self._round, everything=True)
         self._round.pending = self._send_control(self._buckets, is_shadow=self._round.is_shadow)
 
@@ -259,9 +299,16 @@ class Reducer:
             raise
         self._failure = ""
         self._channels.is_idle = True
-        self._num_rounds += 1
+        self.counts.rounds += 1
         if self.steps_in_backward:
             step_in_backward(self._registry.params)
+        if self.witness is not None:
+            self.witness.end()
+
+    def raise_observer_error(self) -> None:
+        """Raise what an observer has raised; when all reducers' rounds have ended, since it ends only this rank's."""
+        if self.witness is not None:
+            self.witness.raise_error()
 
     @torch.no_grad()
     def begin_shadow_round(self) -> None:
@@ -274,6 +321,8 @@ class Reducer:
             param.grad = None
         for bucket in self._buckets:
             bucket.prepare(self._expected)
+        if self.witness is not None:
+            self.witness.begin(self.counts.rounds, self._buckets, self._registry.names)
         self._round = Round(set(), self, self._hooks.close_gate, is_shadow=True)
         self.send_rest()
 
@@ -286,6 +335,8 @@ class Reducer:
         if state != self._state:
             self._state, self._digest = state, digest_of(repr(state).encode())
         weights = NO_DIGEST if self._drift is None or is_shadow else self._drift.digest()
+        if self.witness is not None:
+            self.witness.sent_control()
         with self._explained(None):
             return PendingControl(mine, None if is_shadow else (self._digest, weights), self._channels.control)
 
@@ -307,20 +358,36 @@ class Reducer:
 
     def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
         """Wait for ``buckets`` and the control message; average what came late; hand out the averages."""
+        witness = self.witness
         for bucket in buckets:
             with self._explained(bucket):
                 bucket.wait()
+            if witness is not None:
+                witness.waited_for(bucket)
         control = self._hear(pending)
+        if witness is not None:
+            witness.end_wait()
         for bucket, is_late in zip(buckets, control.late, strict=True):
             if is_late:
-                with self._explained(bucket):
-                    bucket.reduce_late(self._channels.gradients)
+                self._reduce_late(bucket)
             self._give(bucket, control)
         return control
+
+    def _reduce_late(self, bucket: Bucket) -> None:
+        self.counts.late += 1
+        witness = self.witness
+        if witness is not None:
+            witness.begin_late(bucket, self._registry.names)
+        with self._explained(bucket):
+            bucket.reduce_late(self._channels.gradients)
+        if witness is not None:
+            witness.end_late(bucket)
 
     def _hear(self, pending: PendingControl) -> Control:
         with self._explained(None):
             control = pending.result()
+        if self.witness is not None:
+            self.witness.heard(pending.size_bytes)
         if not control.is_same_state and not control.is_changed:
             self._explain_difference()
         return control
@@ -365,6 +432,10 @@ class Reducer:
         """Average what somebody used and the plan of this round did not have: newcomers, and the unfrozen."""
         names = self._registry.names
         unplanned = [i for i, used in enumerate(control.used) if used and names[i] not in planned]
+        if not unplanned:
+            return
+        self.counts.unplanned += 1
+        before = None if self.witness is None else self.witness.now()
         buckets = self._make_buckets(unplanned, hook=None)
         for bucket in buckets:
             self._launch(bucket, current)
@@ -372,6 +443,8 @@ class Reducer:
             with self._explained(bucket):
                 bucket.wait()
             self._give(bucket, control)
+        if self.witness is not None and before is not None:
+            self.witness.unplanned(buckets, names, before)
 
     def _give(self, bucket: Bucket, control: Control) -> None:
         if self.num_live != self._world_size:
@@ -381,6 +454,12 @@ class Reducer:
     # -- the plan ------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
+        self._plan()
+        self.counts.replans += 1
+        if self.witness is not None:
+            self.witness.replanned(self.counts.rounds, self._buckets, self._registry.names)
+
+    def _plan(self) -> None:
         """Plan buckets for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
         params = self._registry.params
         self._planned_trainable, self._planned_kinds = trainable(params), kinds(params)
@@ -446,15 +525,3 @@ def collect_abandoned(params: Iterable[Parameter]) -> None:
 def _last_first(registry: Registry) -> list[int]:
     """The order in which gradients arrive, as far as can be told before any has: the reverse of the model's."""
     return list(range(len(registry.params)))[::-1]
-
-
-def _before_backward(owner: "weakref.ref[Reducer]", _: object) -> None:
-    """Runs when a backward comes to an output of the wrapper."""
-    reducer = owner()
-    if reducer is None:
-        raise ReductionError(
-            f"rank {dist.get_rank()}: backward through an output of a DistributedDataParallel that has been deleted; "
-            "its gradients would not be averaged. Keep the wrapper until backward has run."
-        )
-    if reducer.sync:
-        reducer.open_round()

@@ -4,13 +4,16 @@ The invariant: a round ends exactly once, when the graph task in which it was op
 error, never, and then the round knows that it was abandoned.
 """
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Variable
 
+from paceline.errors import ReductionError
 from paceline.parallel.control import PendingControl
 
 
@@ -18,12 +21,17 @@ class Participant(Protocol):
     """A reducer, as the end of a backward sees it."""
 
     number: int  # in the order in which reducers were made
+    sync: bool
+
+    def open_round(self) -> "Round": ...
 
     def has_gradients(self) -> bool: ...
 
     def send_rest(self) -> None: ...
 
     def finish_round(self) -> None: ...
+
+    def raise_observer_error(self) -> None: ...
 
 
 class Round:
@@ -91,3 +99,22 @@ class Task:
             reducer.send_rest()
         for reducer in reducers:
             reducer.finish_round()
+        for reducer in reducers:
+            reducer.raise_observer_error()
+
+
+def opener(reducer: Participant) -> Callable[[object], None]:
+    """A hook for outputs of the wrapper: it opens ``reducer``'s round, and does not keep the reducer alive."""
+    return functools.partial(_before_backward, weakref.ref(reducer))
+
+
+def _before_backward(owner: "weakref.ref[Participant]", _: object) -> None:
+    """Runs when a backward comes to an output of the wrapper."""
+    reducer = owner()
+    if reducer is None:
+        raise ReductionError(
+            f"rank {dist.get_rank()}: backward through an output of a DistributedDataParallel that has been deleted; "
+            "its gradients would not be averaged. Keep the wrapper until backward has run."
+        )
+    if reducer.sync:
+        reducer.open_round()

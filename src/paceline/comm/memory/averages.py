@@ -111,6 +111,10 @@ class Averages:
         operation = Operation(_CALL, _nothing(), timeout_s=timeout_s, awaited=lambda: self._unfinished(number))
         self._engine.wait_until(lambda: self._num_ended() > number, operation, operation.deadline)
 
+    def has_ended(self, number: int) -> bool:
+        """Whether the tensor of that launch is the average on all ranks; never waits."""
+        return self._num_ended() > number
+
     # -- with the engine's lock ----------------------------------------------------------------------------------
 
     def _num_ended(self) -> int:
