@@ -20,7 +20,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,13 @@ from paceline.errors import ReductionError, ReplicaMismatchError
 from paceline.parallel.bucket import Bucket
 from paceline.parallel.channels import Channels
 from paceline.parallel.comm_hooks import Hook
-from paceline.parallel.control import NO_DIGEST, Control, PendingControl, digest_of
+from paceline.parallel.control import NO_DIGEST, Control, PendingControl
 from paceline.parallel.drift import DriftWatch
-from paceline.parallel.explain import Explained, raise_first_difference
+from paceline.parallel.explain import Explained
 from paceline.parallel.fields import have_grad, kinds, trainable
 from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.in_backward import step_in_backward
+from paceline.parallel.messages import Messages
 from paceline.parallel.planning import make_buckets
 from paceline.parallel.registry import Registry
 from paceline.parallel.report import Report, report_of
@@ -84,9 +85,7 @@ class Reducer:
         self._hook: tuple[Any, Hook] | None = None
         self._round: Round | None = None
         self._failure = ""
-        self._trainable_now: tuple[bool, ...] = ()
-        self._state: object = None  # of which ``_digest`` was made
-        self._digest = b""
+        self._messages = Messages(registry, channels.control)
         self._hooks = GradientHooks(self._arrived)
         self._order = _last_first(registry)
         self._order_is_learnt = False
@@ -328,33 +327,10 @@ class Reducer:
 
     def _send_control(self, buckets: Sequence[Bucket], *, is_shadow: bool) -> PendingControl:
         """Tell all ranks what this one has. A collective call."""
-        is_late = [bucket.is_late() for bucket in buckets]
-        mine = Control(self._has_gradient(buckets, any(is_late)), is_late, self._registry.has_changed())
-        self._trainable_now = trainable(self._registry.params)
-        state = self._trainable_now, self._planned_kinds
-        if state != self._state:
-            self._state, self._digest = state, digest_of(repr(state).encode())
-        weights = NO_DIGEST if self._drift is None or is_shadow else self._drift.digest()
         if self.witness is not None:
             self.witness.sent_control()
-        with self._explained(None):
-            return PendingControl(mine, None if is_shadow else (self._digest, weights), self._channels.control)
-
-    def _has_gradient(self, buckets: Sequence[Bucket], some_are_late: bool) -> list[bool]:
-        """By parameter, whether this rank has a gradient of it that is to be averaged.
-
-        A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
-        """
-        params = self._registry.params
-        has = [False] * len(params)
-        if some_are_late or len(self.place_of) < len(params) or not buckets:
-            has = have_grad(params)
-            for index in itertools.compress(range(len(has)), list(has)):
-                has[index] = params[index].requires_grad or id(params[index]) in self.place_of
-        for bucket in buckets:
-            for index in bucket.contributors:
-                has[index] = True
-        return has
+        weights = None if is_shadow else NO_DIGEST if self._drift is None else self._drift.digest()
+        return self._messages.send(buckets, self.place_of, self._planned_kinds, weights)
 
     def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
         """Wait for ``buckets`` and the control message; average what came late; hand out the averages."""
@@ -384,19 +360,16 @@ class Reducer:
             witness.end_late(bucket)
 
     def _hear(self, pending: PendingControl) -> Control:
-        with self._explained(None):
-            control = pending.result()
+        control = self._messages.hear(pending)
         if self.witness is not None:
             self.witness.heard(pending.size_bytes)
-        if not control.is_same_state and not control.is_changed:
-            self._explain_difference()
         return control
 
     def _update_plan(self, current: Round) -> None:
         if not self._order_is_learnt:
             self._learn_order(current)
             self._replan()
-        elif self._trainable_now != self._planned_trainable:
+        elif self._messages.trainable != self._planned_trainable:
             self._replan()
 
     def _agree_anew(self, planned: set[str]) -> tuple[Control, dict[int, torch.Tensor]]:
@@ -504,11 +477,6 @@ class Reducer:
         """Let errors of c10d in this block say what was being averaged."""
         names = None if bucket is None else [self._registry.names[index] for index in bucket.indices]
         return Explained(None if bucket is None else bucket.number, names, self._world_size)
-
-    def _explain_difference(self) -> NoReturn:
-        """Raise on every rank, naming the first parameter that is frozen, or cast, on some ranks only."""
-        states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
-        raise_first_difference(self._registry.names, states, self._channels.control)
 
 
 def collect_abandoned(params: Iterable[Parameter]) -> None:

@@ -1,0 +1,82 @@
+"""What a reducer tells the other ranks when its backward is over, and what it hears of them.
+
+The invariant: every rank sends as many messages as every other, of equal sizes, whatever its backward has done.
+"""
+
+import itertools
+from collections.abc import Container, Sequence
+
+import torch.distributed as dist
+
+from paceline.parallel.bucket import Bucket
+from paceline.parallel.control import Control, PendingControl, digest_of
+from paceline.parallel.explain import Explained, raise_first_difference
+from paceline.parallel.fields import have_grad, trainable
+from paceline.parallel.registry import Registry
+
+
+class Messages:
+    """The control messages of one reducer.
+
+    Attributes:
+        trainable: which parameters trained when the last message was sent.
+    """
+
+    def __init__(self, registry: Registry, group: dist.ProcessGroup) -> None:
+        self.trainable: tuple[bool, ...] = ()
+        self._registry = registry
+        self._group = group
+        self._state: object = None  # of which ``_digest`` was made
+        self._digest = b""
+
+    def send(
+        self, buckets: Sequence[Bucket], planned: Container[int], kinds: object, weights: bytes | None
+    ) -> PendingControl:
+        """Tell all ranks what this one has. A collective call.
+
+        Args:
+            planned: ids of the parameters in the plan.
+            kinds: dtypes and devices for which the plan was made.
+            weights: a digest of samples of them; None on a rank that only keeps the others company.
+        """
+        is_late = [bucket.is_late() for bucket in buckets]
+        mine = Control(self._has_gradient(buckets, planned, any(is_late)), is_late, self._registry.has_changed())
+        self.trainable = trainable(self._registry.params)
+        state = self.trainable, kinds
+        if state != self._state:
+            self._state, self._digest = state, digest_of(repr(state).encode())
+        with self._explained():
+            return PendingControl(mine, None if weights is None else (self._digest, weights), self._group)
+
+    def hear(self, pending: PendingControl) -> Control:
+        """What all have told.
+
+        Raises:
+            ReplicaMismatchError: on every rank, naming the first parameter that is frozen, or cast, on some only.
+        """
+        with self._explained():
+            control = pending.result()
+        if not control.is_same_state and not control.is_changed:
+            states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
+            raise_first_difference(self._registry.names, states, self._group)
+        return control
+
+    def _has_gradient(self, buckets: Sequence[Bucket], planned: Container[int], some_are_late: bool) -> list[bool]:
+        """By parameter, whether this rank has a gradient of it that is to be averaged.
+
+        A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
+        """
+        params = self._registry.params
+        has = [False] * len(params)
+        num_planned = sum(len(bucket.indices) for bucket in buckets)
+        if some_are_late or num_planned < len(params):
+            has = have_grad(params)
+            for index in itertools.compress(range(len(has)), list(has)):
+                has[index] = params[index].requires_grad or id(params[index]) in planned
+        for bucket in buckets:
+            for index in bucket.contributors:
+                has[index] = True
+        return has
+
+    def _explained(self) -> Explained:
+        return Explained(None, None, dist.get_world_size(self._group))
