@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from paceline import DistributedDataParallel
+from paceline.timeline import Timeline
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.cuda
@@ -61,6 +62,39 @@ def partly_used(world):
         model[1](x).backward()
         seen.append([None if p.grad is None else p.grad.item() for p in model.parameters()])
     return seen
+
+
+def observed(world):
+    timeline = Timeline()
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8, bias=False)).to(world.device)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0, observer=timeline)
+    for _ in range(3):
+        wrapped.zero_grad()
+        wrapped(torch.ones(4, 64, device=world.device)).sum().backward()
+    wrapped.observe(None)  # waits for the device, so that all has been told
+    return list(timeline), wrapped.report().measured
+
+
+def test_events_on_a_gpu_come_in_order_with_times_of_the_device():
+    for events, measured in run_ranks(2, observed, device="cuda:0", timeout_s=90):
+        last = [event for event in events if event.round == 2]
+        assert [(event.kind, event.bucket) for event in last] == [
+            ("round began", None),
+            ("bucket ready", 0),
+            ("launched", 0),
+            ("bucket ready", 1),
+            ("launched", 1),
+            ("done", 0),
+            ("done", 1),
+            ("control", None),
+            ("waited", None),
+            ("round ended", None),
+        ]
+        at = {(event.kind, event.bucket): event for event in last}
+        for bucket in (0, 1):
+            assert at["launched", bucket].time_s <= at["done", bucket].time_s
+        assert all(event.duration_s >= 0 for event in events)
+        assert measured.num_rounds == 3
 
 
 def test_unused_parameters_on_a_gpu():
