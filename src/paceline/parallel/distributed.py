@@ -8,7 +8,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from paceline import world
 from paceline.errors import ReductionError
 from paceline.parallel import arguments
 from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.buffers import copy_buffers
 from paceline.parallel.channels import open_channels, retired_names
 from paceline.parallel.comm_hooks import Hook, builtin_hook, check_hook
 from paceline.parallel.in_backward import take_over
@@ -30,33 +31,8 @@ from paceline.parallel.outputs import find_tensors
 from paceline.parallel.reducer import Reducer, collect_abandoned
 from paceline.parallel.registry import Registry
 from paceline.parallel.report import Report
+from paceline.parallel.torch_private import Absent, TorchsReducer
 from paceline.timeline import Observer, Timeline
-
-
-class Absent:
-    """An attribute that torch's class has and this one has not, in spite of being a subclass."""
-
-    def __get__(self, _instance: object, _owner: type) -> NoReturn:
-        raise AttributeError
-
-
-class TorchsReducer:
-    """The few calls of torch's reducer that libraries make around a backward of their own."""
-
-    def __init__(self, reducer: Reducer | None) -> None:
-        self._reducer = reducer
-
-    def prepare_for_forward(self) -> None:
-        """Nothing is to be done."""
-
-    def prepare_for_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """A backward from ``outputs`` is to come."""
-        if self._reducer is not None:
-            for output in outputs:
-                self._reducer.watch(output)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
 
 
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
@@ -320,16 +296,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _sync_buffers(self, source: int = 0) -> None:
         """Copy the buffers of the group's rank ``source`` to all. A collective call."""
-        try:
-            broadcast_tensors(self._registry.buffers(), self.process_group, source)
-        except RuntimeError as error:
-            names = self._registry.buffer_names
-            raise ReductionError(
-                f"rank {dist.get_rank()}: the buffers ({names[0]!r} to {names[-1]!r}) could not be copied from the "
-                "first rank. Either another rank has ended, and its output says why, or the ranks run unequal numbers "
-                "of training forwards: call eval(), or use no_grad(), where a rank evaluates. The backend reports: "
-                f"{error}"
-            ) from error
+        copy_buffers(self._registry, self.process_group, source)
 
     def join(
         self,
