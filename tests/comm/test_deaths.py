@@ -3,7 +3,6 @@
 Times are asserted only to tell an error from a hang.
 """
 
-import contextlib
 import gc
 import itertools
 import multiprocessing
@@ -11,12 +10,9 @@ import os
 import pathlib
 import random
 import re
-import select
 import signal
 import sys
-import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 
 import psutil
@@ -25,114 +21,12 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.errors import PacelineError
 from support.commands import run_command, start, write_script
+from support.mortals import BACKEND, Error, Ranks
 from support.ranks import run_ranks
 
-BACKEND = "shm"
 HANG_S = 5.0  # what takes longer hangs
 _FORK = multiprocessing.get_context("fork")
-
-
-# -- ranks that may die ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Error:
-    """An exception as the rank that raised it describes it; ``kinds`` are the names of its class and those above."""
-
-    kinds: list[str]
-    text: str
-    at: float
-
-    @classmethod
-    def of(cls, error):
-        names = [f"{kind.__module__}.{kind.__name__}".removeprefix("builtins.") for kind in type(error).__mro__]
-        return cls(names, str(error), time.monotonic())
-
-    def is_a(self, name):
-        return name in self.kinds or f"paceline.errors.{name}" in self.kinds
-
-    def names(self, rank):
-        """Whether the text speaks of ``rank``, alone or in a list such as ``ranks 1, 2 and 3``."""
-        return bool(re.search(rf"\branks? (\d+(, | and ))*{rank}\b", self.text))
-
-
-class Ranks:
-    """Forked ranks of one world, each of which runs ``fn(world, say, *args)``.
-
-    Unlike ``run_ranks``, a rank may die. What each says, returns or raises is heard one by one. No rank survives the
-    block.
-    """
-
-    def __init__(self, size, fn, *args):
-        self.directory = tempfile.TemporaryDirectory(prefix="paceline-test-")
-        uri = pathlib.Path(self.directory.name, "rendezvous").as_uri()
-        pipes = [_FORK.Pipe(duplex=False) for _ in range(size)]
-        self.readers = [reader for reader, _ in pipes]
-        self.processes = [
-            _FORK.Process(target=_live, args=(rank, size, uri, pipes[rank][1], fn, args), name=f"rank {rank}")
-            for rank in range(size)
-        ]
-        for process in self.processes:
-            process.start()
-        for _, writer in pipes:
-            writer.close()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.processes:
-            if process.is_alive():
-                os.kill(process.pid, signal.SIGKILL)
-            process.join()
-            process.close()
-        for reader in self.readers:
-            reader.close()
-        self.directory.cleanup()
-
-    def hear(self, rank, word, timeout_s=15.0):
-        """What the rank says next, which must begin with ``word``."""
-        assert self.readers[rank].poll(timeout_s), f"rank {rank} has not {word} within {timeout_s} s"
-        said, *rest = self.readers[rank].recv()
-        assert said == word, f"rank {rank} has not {word} but {said}: {rest}"
-        return rest[0] if rest else None
-
-    def hear_all(self, word):
-        return [self.hear(rank, word) for rank in range(len(self.processes))]
-
-    def pid(self, rank):
-        return self.processes[rank].pid
-
-    def kill(self, rank):
-        """End a rank without a word; when that was."""
-        at = time.monotonic()
-        os.kill(self.pid(rank), signal.SIGKILL)
-        return at
-
-    def end(self, *, but):
-        """Wait until all ranks have ended by themselves."""
-        for rank, process in enumerate(self.processes):
-            if rank != but:
-                process.join(15)
-                assert process.exitcode == 0, f"rank {rank} has exit code {process.exitcode}"
-
-
-def _live(rank, size, uri, pipe, fn, args):
-    os.setpgid(0, 0)
-
-    def say(*words):
-        pipe.send(words)
-
-    with contextlib.suppress(Exception, SystemExit):
-        with paceline.init(BACKEND, uri, rank=rank, world_size=size, timeout=20) as world:
-            try:
-                result = fn(world, say, *args)
-            except BaseException as error:
-                say("raised", Error.of(error))
-                raise
-        say("returned", result)
 
 
 # -- collectives, the i-th of a loop -----------------------------------------------------------------------------------
@@ -388,7 +282,7 @@ def wait_a_little(world):
     """Rank 1 comes when the others have waited shortly; then these wait as long as it takes."""
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
-        store.wait(["waited"])
+        store.wait(["waited/0", "waited/2"])
     t = torch.ones(10)
     work = dist.all_reduce(t, async_op=True)
     error = None
@@ -397,13 +291,14 @@ def wait_a_little(world):
             work.wait(timedelta(seconds=0.1))
         except Exception as too_late:
             error = Error.of(too_late)
-        store.set("waited", "")
+        store.set(f"waited/{world.rank}", "")
     return error, work.wait(), t.tolist()
 
 
 def test_a_wait_with_a_short_timeout_may_be_repeated():
     for rank, (error, is_done, values) in enumerate(run_ranks(3, wait_a_little, backend=BACKEND)):
         assert rank == 1 or error.is_a("CollectiveTimeoutError")
+        assert rank == 1 or "was not done after 0.1 s, the timeout of this wait: rank 1 has not come" in error.text
         assert is_done is True
         assert values == [3.0] * 10
 
@@ -714,119 +609,3 @@ def test_a_death_in_one_job_does_not_disturb_another():
         assert all(first.hear(rank, "raised").names(0) for rank in (1, 2))
         second.hear_all("joined")
         assert second.hear_all("returned") == ["right"] * 3
-
-
-# -- forked ------------------------------------------------------------------------------------------------------------
-
-
-def in_a_child(fn):
-    """What ``fn`` raises in a forked child, as text; "no error"; or "hangs"."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            fn()
-            text = "no error"
-        except PacelineError as error:
-            text = f"PacelineError: {error}"
-        except BaseException as error:
-            text = f"{type(error).__name__}: {error}"
-        os.write(writer, text.encode())
-        os._exit(0)
-    os.close(writer)
-    try:
-        is_heard, _, _ = select.select([reader], [], [], HANG_S)
-        return os.read(reader, 10_000).decode() if is_heard else "hangs"
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(reader)
-
-
-FORKED = {
-    "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
-    "async": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
-    "barrier": dist.barrier,
-    "send": lambda: dist.send(torch.ones(3), 1 - dist.get_rank()),
-    "recv": lambda: dist.recv(torch.ones(3), 1 - dist.get_rank()),
-}
-
-
-def fork_and_use(world, way):
-    dist.all_reduce(torch.ones(3))
-    dist.all_reduce(torch.ones(3), async_op=True).wait()  # there may be threads now, which a child has not
-    text = in_a_child(FORKED[way])
-    t = torch.full((100_000,), world.rank + 1.0)
-    dist.all_reduce(t)
-    return text, t.unique().tolist()
-
-
-@pytest.mark.parametrize("way", FORKED)
-def test_the_group_in_a_forked_child_is_an_error_and_the_parent_goes_on(way):
-    for rank, (text, sums) in enumerate(run_ranks(2, fork_and_use, way, backend=BACKEND)):
-        assert text.startswith("PacelineError: "), text
-        assert f"forked from rank {rank}" in text
-        assert sums == [3.0]
-
-
-def fork_under_way(world):
-    """A child is forked while a work is under way, and waits for it; the parent then does too."""
-    t = torch.full((1000,), world.rank + 1.0)
-    if world.rank == 1:
-        time.sleep(0.3)
-    work = dist.all_reduce(t, async_op=True)
-    text = in_a_child(work.wait) if world.rank == 0 else ""
-    work.wait()
-    return text, t.unique().tolist()
-
-
-def test_a_work_under_way_is_an_error_in_a_forked_child_and_the_parent_goes_on():
-    (text, first), (_, second) = run_ranks(2, fork_under_way, backend=BACKEND)
-    assert text.startswith("PacelineError: "), text
-    assert "forked from rank 0" in text
-    assert first == second == [3.0]
-
-
-def fork_and_drop(world, way):
-    """A child destroys the group, or ends as data loaders' workers do; the parent's group lives on."""
-    dist.all_reduce(torch.ones(3))
-    if way == "destroys":
-        texts = [in_a_child(dist.destroy_process_group) for _ in range(3)]
-    else:
-        workers = [_FORK.Process(target=gc.collect) for _ in range(3)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(HANG_S)
-        texts = ["no error" if worker.exitcode == 0 else f"exit code {worker.exitcode}" for worker in workers]
-    t = torch.full((100_000,), world.rank + 1.0)
-    for _ in range(3):
-        dist.all_reduce(t)
-    return texts, t.unique().tolist()
-
-
-@pytest.mark.parametrize("way", ["destroys", "ends"])
-def test_a_child_that_drops_the_group_leaves_it_to_its_parent(way):
-    for texts, sums in run_ranks(2, fork_and_drop, way, backend=BACKEND):
-        assert texts == ["no error"] * 3
-        assert sums == [12.0]
-
-
-def start_anew_in_child(world, directory):
-    def init():
-        paceline.shutdown()
-        uri = pathlib.Path(directory, f"child-{world.rank}").as_uri()
-        with paceline.init(BACKEND, uri, rank=0, world_size=1, timeout=10):
-            t = torch.ones(3)
-            dist.all_reduce(t)
-            assert t.tolist() == [1.0] * 3
-
-    dist.barrier()
-    text = in_a_child(init)
-    t = torch.ones(3)
-    dist.all_reduce(t)
-    return text, t.tolist()
-
-
-def test_a_forked_child_may_start_a_world_of_its_own(tmp_path):
-    assert run_ranks(2, start_anew_in_child, str(tmp_path), backend=BACKEND) == [("no error", [2.0] * 3)] * 2

@@ -57,10 +57,16 @@ class Engine:
         """
         queue = self._queue
         queue.check_usable()
-        with queue.lock:
-            queue.add(operation)
-            queue.advance()
-        queue.resolve()
+        try:
+            with queue.lock:
+                queue.add(operation)
+                queue.advance()
+            queue.resolve()
+        except PacelineError:
+            raise
+        except BaseException as interruption:  # the caller takes it for not called; the other ranks do not
+            self.abort(f"{operation.call} was interrupted by {type(interruption).__name__}")
+            raise
 
     def watch(self, *, at_once: bool = False) -> None:
         """What was submitted is not waited for: let the background go on with it, soon if nobody else does, or now."""
@@ -70,18 +76,34 @@ class Engine:
             self._drivers.append(driver)
         driver.wake(at_once=at_once)
 
+    def check_own(self) -> None:
+        """Raise CommunicationError in a process that was forked from the rank: it may not touch what is shared."""
+        self._queue.check_own()
+
     def drive(self) -> None:
-        """Go on as far as can be without waiting."""
-        with self._queue.lock:
-            self._queue.advance()
-        self._queue.resolve()
+        """Go on as far as can be without waiting.
+
+        Raises:
+            CommunicationError: the group is a parent's.
+        """
+        self._queue.check_own()
+        try:
+            with self._queue.lock:
+                self._queue.advance()
+        finally:
+            self._queue.resolve()
 
     def also_advance(self, advance: Callable[[], bool]) -> None:
         """Whenever anybody drives, call ``advance`` too, with the lock; it says whether anything ended."""
         self._queue.also_advance(advance)
 
     def promise(self, operation: Operation) -> "torch.futures.Future[Any]":
-        """A future of ``operation``. Somebody may wait for it where nobody can drive, so the background does."""
+        """A future of ``operation``. Somebody may wait for it where nobody can drive, so the background does.
+
+        Raises:
+            CommunicationError: the group is a parent's.
+        """
+        self._queue.check_own()
         future, signal = operation.promise()
         with self._queue.lock:
             operation.signals.append(signal)
@@ -94,7 +116,12 @@ class Engine:
         return future
 
     def cancel(self, message: Operation) -> None:
-        """Wait for it no more, if it is not done: as if it had never been asked for."""
+        """Wait for it no more, if it is not done: as if it had never been asked for.
+
+        Raises:
+            CommunicationError: the group is a parent's.
+        """
+        self._queue.check_own()
         with self._queue.lock:
             self._queue.cancel(message)
 
@@ -107,55 +134,58 @@ class Engine:
             timeout_s: from now; by default the operation's own deadline stands.
         """
         if not operation.is_done:
-            deadline = operation.deadline if timeout_s is None else time.monotonic() + timeout_s
             try:
-                self.wait_until(lambda: operation.is_done, operation, deadline)
+                self.wait_until(lambda: operation.is_done, operation, timeout_s)
             finally:
                 self._queue.resolve()
         if operation.error is not None:
             raise operation.error
 
-    def wait_until(self, is_done: Callable[[], bool], operation: Operation, deadline: float) -> None:
+    def wait_until(self, is_done: Callable[[], bool], operation: Operation, timeout_s: float | None = None) -> None:
         """Drive until ``is_done()``, which is asked with the lock. [Note: waiting]
 
         Args:
             operation: what is waited for, for errors; it need not be in the queue.
+            timeout_s: of this wait, from now; by default the operation's own deadline stands.
         Raises:
             PeerError, CollectiveTimeoutError, CommunicationError: it will not be done.
         """
         self._queue.check_own()
         try:
-            self._wait_until(is_done, operation, deadline)
+            self._wait_until(is_done, operation, timeout_s)
         except PacelineError:
             raise
         except BaseException as interruption:  # Ctrl-C: the other ranks need not wait for their deadline
             self.abort(f"the wait for {operation.call} was interrupted by {type(interruption).__name__}")
             raise
 
-    def _wait_until(self, is_done: Callable[[], bool], operation: Operation, deadline: float) -> None:
-        queue, num_looks = self._queue, 0
+    def _wait_until(self, is_done: Callable[[], bool], operation: Operation, timeout_s: float | None) -> None:
+        queue, num_looks, since = self._queue, 0, time.perf_counter()
+        deadline = operation.deadline if timeout_s is None else time.monotonic() + timeout_s
         num_spins, num_yields = (0, _NUM_YIELDS_CROWDED) if self._is_crowded else (_NUM_SPINS, _NUM_YIELDS)
         while True:
             with queue.lock:
-                if queue.advance():
-                    num_looks = 0
+                has_ended = queue.advance()
                 if is_done():
                     return
                 queue.check_going()
-                num_looks += 1
+                num_looks = 1 if has_ended else num_looks + 1
                 sleeps = num_looks > num_spins + num_yields
                 queue.num_sleepers += sleeps  # with the lock: who ends the operation after this will ring
             if sleeps:
                 queue.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
-                self._lookout.look_after(operation, is_done, deadline)
-            elif num_looks > num_spins and self._yield_core():
+            if sleeps or has_ended:  # beside others that end all the time, it might never come to sleep
+                self._lookout.look_after(operation, is_done, deadline, timeout_s)
+            elif num_looks > num_spins and self._yield_core(since):
                 num_looks = num_spins + num_yields
 
-    def _yield_core(self) -> bool:
-        """Whether it is time to sleep. [Note: waiting]"""
+    def _yield_core(self, since: float) -> bool:
+        """Whether it is time to sleep, after a wait that has begun at ``since``. [Note: waiting]"""
         start = time.perf_counter()
         os.sched_yield()
-        return not self._is_crowded and time.perf_counter() - start > _LONG_YIELD_S
+        if self._is_crowded:  # a yield may take as long as all others compute
+            return start - since > _PAUSE_S
+        return time.perf_counter() - start > _LONG_YIELD_S
 
     def nudge(self) -> None:
         """Something has happened that rings no bell: let those who sleep look."""

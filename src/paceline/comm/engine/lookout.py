@@ -1,5 +1,10 @@
 """Whether what is waited for can still be done: deadlines, and the end of peers.
 
+Whoever waits looks, on behalf of all: at the peers of everything that is under way, not of his own operation alone.
+
+[Note: failing alone] An operation whose deadline is infinite is watched by whoever has submitted it. If it cannot be
+done, it fails by itself, and the group goes on.
+
 The invariant: a peer counts as gone only when nothing of what it did before can be on its way any more, so whether an
 operation succeeds does not depend on how soon its peers end after it.
 """
@@ -7,6 +12,7 @@ operation succeeds does not depend on how soon its peers end after it.
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from paceline.comm.engine.operation import Operation
 from paceline.comm.engine.queue import Queue
@@ -16,6 +22,9 @@ from paceline.rendezvous.peers import name_ranks
 
 _LOOK_S = 0.1  # between two looks at the peers
 _DOUBT_S = 0.25  # how long news of a peer that is gone may be on its way
+
+# Operations, each with the ranks that have something to do still before it can be done.
+_Awaited: TypeAlias = list[tuple[Operation, tuple[int, ...]]]
 
 
 class Lookout:
@@ -32,37 +41,49 @@ class Lookout:
         self._next_look = 0.0
         self._doubted_since = math.inf
 
-    def look_after(self, operation: Operation, is_done: Callable[[], bool], deadline: float) -> None:
-        """Fail what cannot be done any more: its peers are gone, or it is too late.
+    def look_after(
+        self, operation: Operation, is_done: Callable[[], bool], deadline: float, timeout_s: float | None = None
+    ) -> None:
+        """Fail what cannot be done any more: peers of anything under way are gone, or it is too late for ``operation``.
 
+        Args:
+            timeout_s: from which ``deadline`` comes, where that is not the operation's own.
         Raises:
-            PeerError, CollectiveTimeoutError: so it is.
+            PeerError, CollectiveTimeoutError: so it is, and ``operation`` fails with it.
         """
         now = time.monotonic()
-        error: Exception | None = None
         if now >= self._next_look:
             self._next_look = now + _LOOK_S
-            error = self._find_gone(operation, now)
-        if error is None and now >= deadline:
-            error = CollectiveTimeoutError(self._lateness(operation))
-        if error is None:
-            return
+            if (found := self._find_gone(operation, now)) is not None:
+                self._fail_of(*found, operation, is_done)
+                return
+        if now >= deadline:
+            error = CollectiveTimeoutError(self._lateness(operation, timeout_s))
+            with self._queue.lock:
+                self._queue.advance()
+                if is_done():
+                    return
+                if now >= operation.deadline:
+                    self._queue.fail(str(error), error)
+            raise error
+
+    def _fail_of(self, doomed: Operation, error: PeerError, operation: Operation, is_done: Callable[[], bool]) -> None:
+        """``doomed`` cannot be done; raise if that concerns ``operation``, whose caller this is."""
         with self._queue.lock:
             self._queue.advance()  # the peer may have gone after it had done its part
-            if is_done():
+            if is_done() or doomed.is_done:
                 return
-            if isinstance(error, PeerError) or now >= operation.deadline:
+            if doomed.deadline == math.inf:  # [Note: failing alone]
+                self._queue.cancel(doomed, error)
+            else:
                 self._queue.fail(str(error), error)
-        raise error
+        if doomed is operation or doomed.deadline < math.inf:
+            raise error
 
-    def _find_gone(self, operation: Operation, now: float) -> PeerError | None:
-        """The error, if a rank is gone that still has something to do for ``operation``."""
-        try:
-            self._transport.check_peers(self._awaited(operation))
+    def _find_gone(self, operation: Operation, now: float) -> tuple[Operation, PeerError] | None:
+        """What cannot be done, and the error: a rank is gone that still has something to do for it."""
+        if self._check(self._awaited(operation)) is None:
             self._doubted_since = math.inf
-        except PeerError:
-            pass
-        else:
             return None
         # It may have done that, and gone then; news of it may still be on its way.
         self._doubted_since = min(self._doubted_since, now)
@@ -71,18 +92,32 @@ class Lookout:
             if not self._transport.is_settled() and now - self._doubted_since < _DOUBT_S:
                 return None
             awaited = self._awaited(operation)
-        try:
-            self._transport.check_peers(awaited)
-        except PeerError as error:
-            return error
+        return self._check(awaited)
+
+    def _awaited(self, operation: Operation) -> _Awaited:
+        """Of all that is under way, and of ``operation``, which need not be in the queue."""
+        under_way = self._queue.first_of_each()
+        others = [each for each in under_way if each is not operation]
+        if operation.awaited is None and any(each.awaited is None for each in others):
+            return [(each, tuple(self._awaited_by(each))) for each in others]  # it has to wait for the one that runs
+        return [(each, tuple(self._awaited_by(each))) for each in [operation, *others] if not each.is_done]
+
+    def _check(self, awaited: _Awaited) -> tuple[Operation, PeerError] | None:
+        asked = set()
+        for operation, ranks in awaited:
+            if ranks not in asked:
+                asked.add(ranks)
+                try:
+                    self._transport.check_peers(ranks)
+                except PeerError as error:
+                    return operation, error
         return None
 
-    def _awaited(self, operation: Operation) -> Sequence[int]:
-        """The ranks that have something to do still before ``operation`` can be done."""
+    def _awaited_by(self, operation: Operation) -> Sequence[int]:
         return self._transport.absent() if operation.awaited is None else operation.awaited()
 
-    def _lateness(self, operation: Operation) -> str:
-        absent = [self._ranks[rank] for rank in self._awaited(operation)]
+    def _lateness(self, operation: Operation, timeout_s: float | None) -> str:
+        absent = [self._ranks[rank] for rank in self._awaited_by(operation)]
         if (first := self._queue.awaited_before(operation)) is not None:
             who = f"{first.call}, called before it, is not done either"
         elif absent:
@@ -90,8 +125,12 @@ class Lookout:
             who = f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it{others}"
         else:
             who = "all ranks have come to it"
+        given = (
+            f"{operation.timeout_s:g} s, the timeout that it was given"
+            if timeout_s is None
+            else f"{timeout_s:g} s, the timeout of this wait"
+        )
         return (
             f"rank {self._ranks[self._transport.rank]}: {operation.call}, call number {operation.number} of this "
-            f"group, was not done after {operation.timeout_s:g} s, the timeout that it was given: {who}. Look where "
-            "the ranks are."
+            f"group, was not done after {given}: {who}. Look where the ranks are."
         )

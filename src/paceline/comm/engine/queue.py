@@ -58,7 +58,11 @@ class Queue:
     def advance(self) -> bool:
         """Go on as far as can be without waiting; whether anything ended."""
         self.num_advances += 1
-        self._transport.poll()
+        try:
+            self._transport.poll()
+        except BaseException as interruption:  # news that it had taken may be lost
+            self.fail(f"a look for news was interrupted by {type(interruption).__name__}: {interruption}")
+            raise
         has_ended = False
         while self._collectives and self._advance_one(self._collectives[0]):
             has_ended = True
@@ -68,7 +72,7 @@ class Queue:
         for advance in self._others:
             try:
                 has_ended = advance() or has_ended
-            except Exception as error:
+            except BaseException as error:
                 self.fail(f"{type(error).__name__}: {error}")
                 raise
         if has_ended and self.num_sleepers:
@@ -98,11 +102,12 @@ class Queue:
         if operation.signals:
             self.finished.append(operation)
 
-    def cancel(self, message: Operation) -> None:
-        """Let it be as if it had never been asked for, if it is not done."""
+    def cancel(self, message: Operation, error: Exception | None = None) -> None:
+        """Let it be as if it had never been asked for, if it is not done; who waits for it gets ``error``."""
         if not message.is_done:
             message.withdraw()
-            self._end(message, CommunicationError(f"{self._name_of_me}: {message.call} was cancelled."))
+            cancelled = CommunicationError(f"{self._name_of_me}: {message.call} was cancelled.")
+            self._end(message, error or cancelled)
 
     def fail(self, reason: str, error: Exception | None = None) -> None:
         """All that is under way ends with ``error``; nothing can begin any more, here and on the other ranks."""
@@ -136,6 +141,10 @@ class Queue:
     def pending(self) -> list[Operation]:
         """What is not done, in order; the messages last."""
         return [*self._collectives, *self._messages]
+
+    def first_of_each(self) -> list[Operation]:
+        """The collective that runs, and all messages: what other ranks have something to do for now."""
+        return [*list(self._collectives)[:1], *self._messages]
 
     def awaited_before(self, operation: Operation) -> Operation | None:
         """The collective that runs, where ``operation`` is another one that has to wait for it."""

@@ -25,7 +25,7 @@ from paceline.comm.memory.transport import SharedMemory
 from paceline.comm.reductions import divide, reduce_into
 from paceline.comm.shares import shares_of
 from paceline.comm.transport import Call, Reduction, Steps
-from paceline.errors import CollectiveMismatchError
+from paceline.errors import CollectiveMismatchError, PacelineError
 
 _BLOCK_BYTES = 1 << 18
 _AVERAGE, _SUM = Reduction("avg"), Reduction("sum")
@@ -78,7 +78,12 @@ class Averages:
         engine.also_advance(self._advance)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> SharedTensor:
-        """This rank's copy of a tensor of ``numel`` elements, uninitialised. The others need one of the same size."""
+        """This rank's copy of a tensor of ``numel`` elements, uninitialised. The others need one of the same size.
+
+        Raises:
+            CommunicationError: memory is short, or the group is a parent's.
+        """
+        self._engine.check_own()  # the child's heap would give out what the parent's does
         return SharedTensor(*self._heap.allocate(numel, dtype))
 
     def launch(self, mine: SharedTensor) -> int:
@@ -86,7 +91,10 @@ class Averages:
 
         Returns:
             What to ``wait`` for.
+        Raises:
+            CommunicationError: the group is a parent's.
         """
+        self._engine.check_own()
         number = self._num_launched
         if number - self._num_ended() >= NUM_BUCKET_SLOTS:
             self.wait(number - NUM_BUCKET_SLOTS)
@@ -95,8 +103,14 @@ class Averages:
         words[slot], words[slot + 1] = mine.start, mine.tensor.numel()
         self._launched.append(mine)
         self._num_launched += 1
-        self._shared.signals.tell_all(LAUNCHED)
-        self._engine.drive()
+        try:
+            self._shared.signals.tell_all(LAUNCHED)
+            self._engine.drive()
+        except PacelineError:
+            raise
+        except BaseException as interruption:  # some of the others may have been told
+            self._engine.abort(f"a launch was interrupted by {type(interruption).__name__}")
+            raise
         return number
 
     def wait(self, number: int) -> None:
@@ -109,7 +123,7 @@ class Averages:
             return
         timeout_s = self._engine.timeout_s
         operation = Operation(_CALL, _nothing(), timeout_s=timeout_s, awaited=lambda: self._unfinished(number))
-        self._engine.wait_until(lambda: self._num_ended() > number, operation, operation.deadline)
+        self._engine.wait_until(lambda: self._num_ended() > number, operation)
 
     def has_ended(self, number: int) -> bool:
         """Whether the tensor of that launch is the average on all ranks; never waits."""

@@ -96,13 +96,13 @@ class Signals:
 
     def poll(self) -> bool:
         """Take the tokens that are there and, where the sums are equal, the counters. Whether there was a token."""
-        bell, taken = self._bells[self._rank], 0
+        bell, before = self._bells[self._rank], self._tokens
         while _quick.sem_trywait(bell) == 0:
-            taken += 1
-        if taken:
-            self._tokens += taken
-            self._take_counts()
-        return taken > 0
+            self._tokens += 1  # at once: an exception from a signal's handler may come anywhere
+        if self._tokens == before:
+            return False
+        self._take_counts()
+        return True
 
     def is_settled(self) -> bool:
         """Whether no token is on its way."""
