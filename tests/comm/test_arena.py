@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.comm.memory import arena as arena_module
 from paceline.comm.memory.arena import Layout
 from support.ranks import RankError, expect_errors, run_ranks
 
@@ -136,7 +135,7 @@ def has_no_memory(rank, world_size, directory):
         raise OSError(28, "No space left on device")
 
     if rank == 0:
-        arena_module.os.posix_fallocate = refuse
+        os.posix_fallocate = refuse
     paceline.init("shm", f"file://{directory}/f", rank=rank, world_size=world_size, timeout=20)
 
 

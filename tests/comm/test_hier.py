@@ -27,6 +27,7 @@ from paceline.comm.memory.transport import SharedMemory
 from paceline.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    CommunicationError,
     PacelineError,
     PeerError,
     RendezvousError,
@@ -34,6 +35,7 @@ from paceline.errors import (
 from support.battery import applicable, differences
 from support.commands import write_script
 from support.hosts import hosts, start_ranks
+from support.limits import allow_descriptors
 from support.ranks import RankError, expect_errors, run_ranks
 
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 2), (0, 1, 2)]
@@ -469,15 +471,39 @@ def be_slow_to_join(world):
         make.Post = lambda rank: time.sleep(3) or Post(rank)
     try:
         dist.new_group(timeout=timedelta(seconds=1), backend="hier")
-    except RendezvousError as error:
+    except (RendezvousError, CommunicationError) as error:
         return str(error)
     return None
 
 
 def test_a_rank_that_cannot_be_reached_yet_is_named():
-    first, _, third = on_hosts((0, 1, 2), be_slow_to_join)
+    first, second, third = on_hosts((0, 1, 2), be_slow_to_join)
+    assert second.startswith("rank 1: rank 0 cannot take part: rank 0: rank 1 did not say where to reach it")
     assert first == "rank 0: rank 1 did not say where to reach it before the deadline."
     assert third == "rank 2: rank 1 did not say where to reach it before the deadline."
+
+
+def has_few_descriptors(world, num_more):
+    """Rank 1 has enough of them for the memory of its host, and none for sockets, or for neither; it lives on."""
+    world.barrier()
+    if world.rank == 1:
+        allow_descriptors(num_more)
+    started = time.monotonic()
+    with pytest.raises(CommunicationError) as raised:
+        dist.new_group(timeout=timedelta(seconds=20))
+    took_s = time.monotonic() - started
+    time.sleep(2.0 if world.rank == 1 else 0.0)
+    return str(raised.value), took_s
+
+
+@pytest.mark.parametrize(("num_more", "what"), [(0, "open the memory"), (2, "open sockets for other hosts")])
+def test_where_one_rank_may_open_no_more_files_all_raise_at_once(num_more, what):
+    found = on_hosts([0, 0, 1], has_few_descriptors, num_more)
+    for rank, (text, took_s) in enumerate(found):
+        assert text.startswith(f"rank {rank}: ")
+        assert f"rank 1: cannot {what}" in text
+        assert "ulimit -n" in text
+        assert rank == 1 or took_s < SOON_S
 
 
 def come_too_late(world, late):

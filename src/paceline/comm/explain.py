@@ -1,10 +1,12 @@
-"""What is said of other ranks in errors, whatever the transport.
+"""What is said of other ranks in errors, and of the system where it refuses something, whatever the transport.
 
 The invariant: ranks are named by their global ranks, and the message says what to do.
 """
 
+import errno
+
 from paceline.comm.transport import Call
-from paceline.errors import CollectiveMismatchError, PeerError
+from paceline.errors import CollectiveMismatchError, CommunicationError, PeerError
 
 
 def different_calls(rank: int, call: Call, peer: int, theirs: str) -> CollectiveMismatchError:
@@ -36,8 +38,20 @@ def peer_failed(rank: int, peer: str, words: str) -> PeerError:
     return PeerError(f"rank {rank}: {peer} failed, and takes part in this group no more:\n{words}")
 
 
-def peer_left(rank: int, peer: str) -> PeerError:
-    """Of ``peer``, by name, which has ended without any failure."""
+def peer_left(rank: int, peer: str, how: str = "") -> PeerError:
+    """Of ``peer``, by name, which has ended without any failure, or as ``how`` tells, such as `` and exited``."""
     return PeerError(
-        f"rank {rank}: {peer} has left the group. All ranks must call collectives equally often before they end."
+        f"rank {rank}: {peer} has left the group{how}. All ranks must call collectives equally often before they end."
     )
+
+
+def system_refuses(rank: int, what: str, error: OSError, hint: str = "") -> CommunicationError:
+    """Of ``rank``, which was refused ``what`` by the system."""
+    if is_for_descriptors(error):
+        hint = "This process has as many files and sockets open as it may. Close some, or raise the limit: `ulimit -n`."
+    return CommunicationError(f"rank {rank}: cannot {what} ({error.strerror or error}). {hint}".strip())
+
+
+def is_for_descriptors(error: OSError) -> bool:
+    """Whether that was for want of descriptors, which files, sockets and mappings need."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)

@@ -1,5 +1,6 @@
 """How a process group comes to be: its ranks meet in c10d's store, and share what the transport needs."""
 
+import contextlib
 import json
 import time
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.comm.engine import Engine
+from paceline.comm.explain import system_refuses
 from paceline.comm.group import CollectiveGroup
 from paceline.comm.group.companion import make_companion
 from paceline.comm.hosts.across import AveragesOverHosts
 from paceline.comm.hosts.post import Post
 from paceline.comm.hosts.transport import BUFFER_BYTES, Hierarchical
-from paceline.comm.memory.arena import myself, open_arena
 from paceline.comm.memory.averages import Averages
+from paceline.comm.memory.opening import myself, open_arena
 from paceline.comm.memory.transport import SharedMemory
-from paceline.errors import RendezvousError
+from paceline.errors import CommunicationError, PeerError, RendezvousError
 from paceline.rendezvous import Meeting
 
 
@@ -46,23 +48,34 @@ def make_hier(options: Any) -> CollectiveGroup:
         return _shared_group(transport, ranks, options)
     members = next(members for members in hosts if rank in members)
     near = Meeting(members.index(rank), len(members), dist.PrefixStore(f"host of {members[0]}/", options.store))
-    near.join(myself())
-    near.await_all(deadline)
-    arena = open_arena(near, deadline, BUFFER_BYTES)
-    post = Post(rank)
-    try:
+    with contextlib.ExitStack() as undo:  # where one rank cannot, the others are told, and nothing stays
+        undo.push(lambda _kind, error, _trace: _tell_failure(meeting, error))
+        near.join(myself())
+        near.await_all(deadline)
+        arena = open_arena(near, deadline, BUFFER_BYTES)
+        undo.callback(arena.close)
+        try:
+            post = Post(rank)
+        except OSError as error:
+            raise system_refuses(rank, "open sockets for other hosts", error) from None
+        undo.callback(post.close)
         told = _introduce(meeting, post.whereabouts() | {"buffer_bytes": arena.layout.buffer_bytes}, deadline)
-    except BaseException:
-        post.close()
-        arena.close()
-        raise
+        undo.pop_all()
     post.learn(told)
     local = SharedMemory(arena, near.rank, [ranks[member] for member in members])
     block_bytes = min(each["buffer_bytes"] for each in told)
-    hierarchical = Hierarchical(local, post, hosts, rank, ranks, block_bytes)
+    try:
+        hierarchical = Hierarchical(local, post, hosts, rank, ranks, block_bytes)
+    except OSError as error:
+        failure = system_refuses(rank, "connect to other hosts", error)
+        local.give_up(str(failure))
+        post.close()
+        local.close()
+        raise failure from None
     timeout_s = options.timeout.total_seconds()
 
     def averages(engine: Engine) -> Averages:
+        engine.check_own()
         across = hierarchical.open_across(dist.PrefixStore("averages/", options.store), timeout_s)
         return AveragesOverHosts(
             local, engine, members=members, num_shares=hierarchical.num_lanes, size=len(ranks), across=across
@@ -72,7 +85,12 @@ def make_hier(options: Any) -> CollectiveGroup:
 
 
 def _introduce(meeting: Meeting, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """What each rank has to tell of itself, by rank."""
+    """What each rank has to tell of itself, by rank.
+
+    Raises:
+        CommunicationError: a rank has told that it cannot take part.
+        RendezvousError, PeerError: some rank did not come.
+    """
     meeting.announce("post", json.dumps(mine))
 
     def late(names: str) -> Exception:
@@ -80,7 +98,18 @@ def _introduce(meeting: Meeting, mine: dict[str, Any], deadline: float) -> list[
 
     everyone = range(meeting.world_size)
     meeting.await_ranks(everyone, "post", deadline - time.monotonic(), late=late)
-    return [json.loads(meeting.read("post", rank)) for rank in everyone]
+    told = [json.loads(text) for text in meeting.read_all("post")]
+    for rank, each in enumerate(told):
+        if "error" in each:
+            raise CommunicationError(f"rank {meeting.rank}: rank {rank} cannot take part: {each['error']}")
+    return told
+
+
+def _tell_failure(meeting: Meeting, error: BaseException | None) -> None:
+    """In place of ``_introduce``."""
+    if error is not None:
+        with contextlib.suppress(PeerError):  # nobody is left to be told
+            meeting.announce("post", json.dumps({"error": str(error) or type(error).__name__}))
 
 
 def _meet(options: Any) -> tuple[Meeting, float, list[int]]:

@@ -131,6 +131,11 @@ class Meeting:
         with self._store_answers():
             return self.store.get(f"{key}/{rank}").decode()
 
+    def read_all(self, key: str) -> list[str]:
+        """What each rank announced with ``key``, once all have."""
+        with self._store_answers():
+            return [text.decode() for text in self.store.multi_get([f"{key}/{r}" for r in range(self.world_size)])]
+
     def forget(self, key: str) -> None:
         """Take back what this rank announced, once nobody will ask for it."""
         with self._store_answers():

@@ -22,7 +22,8 @@ class Peer:
     Attributes:
         node: the same on all ranks of one host.
         local_rank: where the launcher said.
-        started: in clock ticks since the machine started; with the pid, it names a process for good.
+        started: in clock ticks since the machine started; with the pid, it names a process for good. 0 where it could
+            not be read.
     """
 
     node: str
@@ -35,7 +36,11 @@ class Peer:
     def myself(cls, placement: Placement) -> "Peer":
         node = f"node {placement.node_rank}" if placement.node_rank is not None else host_identity()
         pid = os.getpid()
-        return cls(node, placement.local_rank, pid, _started(pid) or 0, _pid_namespace())
+        try:
+            started = _started(pid) or 0
+        except OSError:  # as when this process may open no more files
+            started = 0
+        return cls(node, placement.local_rank, pid, started, _pid_namespace())
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Peer":
@@ -46,7 +51,12 @@ class Peer:
 
     def is_alive(self) -> bool:
         """Whether the process runs, where this process can tell; else true."""
-        return not self.is_visible() or _started(self.pid) == self.started
+        if not self.is_visible():
+            return True
+        try:
+            return _exists(self.pid) if self.started == 0 else _started(self.pid) == self.started
+        except OSError:  # this process's trouble, as when it may open no more files
+            return True
 
     def is_visible(self) -> bool:
         """Whether this process can tell if that one runs."""
@@ -69,14 +79,28 @@ def _pid_namespace() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When ``pid`` was started; None where there is no such process, or only its unreaped remains."""
+    """When ``pid`` was started; None where there is no such process, or only its unreaped remains.
+
+    Raises:
+        OSError: that cannot be told.
+    """
     # Not psutil's create_time(): it adds the time of boot, which moves when the clock is set.
     try:
         stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     fields = stat.rpartition(")")[2].split()  # the command's name, in brackets, may hold anything
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
 
 
 @functools.cache

@@ -1,18 +1,22 @@
 """Whether the other ranks of a host still live, and how they ended.
 
 Memory does not tell of a peer's death, as a socket would. So a rank that leaves says so, with its last words if it
-failed; and one that was killed is missed through its process.
+failed; and one that was killed is missed through its process. One that has become another program, by exec, is the same
+process: it no longer has the memory open.
 
 The invariant: whatever a rank waits for in shared memory, it looks here several times a second.
 """
 
 import contextlib
 import fcntl
+import functools
 import os
 import pathlib
+import select
 import signal
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from paceline.comm.explain import peer_failed, peer_left
 from paceline.comm.memory.arena import LAST_WORDS_BYTES, Arena
@@ -21,27 +25,44 @@ from paceline.errors import PeerError
 from paceline.rendezvous import Peer
 
 _TAKING_PART, _LEFT, _FAILED = range(3)
+_END_S = 0.2  # in which the process of a rank that has left may end, so that it can be told how
 
 # ioctl(PIDFD_GET_INFO) of linux/pidfd.h, since Linux 6.15: how a process ended, even after it was reaped.
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT, _PIDFD_INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
 
 
 class Lifeline:
-    """A process that another rank runs in."""
+    """A process that another rank runs in.
 
-    def __init__(self, peer: Peer) -> None:
+    Args:
+        is_held: whether it still has the group's memory open.
+    """
+
+    def __init__(self, peer: Peer, is_held: Callable[[], bool]) -> None:
         self._peer = peer
+        self._is_held = is_held
         self._pidfd = -1
+        self._poll = select.poll()
         if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # there is none any more, or no descriptor for it
                 self._pidfd = os.pidfd_open(peer.pid)
+                self._poll.register(self._pidfd, select.POLLIN)
+        if self._pidfd >= 0 and not self._poll.poll(0) and not peer.is_alive():  # the pid is another process's now
+            self.close()
 
     def is_alive(self) -> bool:
-        return self._peer.is_alive()
+        """Whether it runs, and is still the same program."""
+        return self.runs() and (self._is_held() or not self._program())
+
+    def runs(self) -> bool:
+        """Whether the process has not ended, as far as this one can tell."""
+        return not self._poll.poll(0) if self._pidfd >= 0 else self._peer.is_alive()
 
     def how_it_ended(self) -> str:
         """Such as ``was killed by SIGKILL``."""
-        status = self._status()
+        if self.runs():
+            return f"has become another program by exec ({self._program() or 'unknown'}), and so has left the group"
+        status = self.status()
         if status is None:
             return "ended without a word: killed by a signal, for lack of memory perhaps, or by os._exit"
         if os.WIFSIGNALED(status):
@@ -56,7 +77,14 @@ class Lifeline:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def _status(self) -> int | None:
+    def _program(self) -> str:
+        """Empty where that cannot be told, and while the process is ending: then it is no program any more."""
+        try:
+            return os.readlink(f"/proc/{self._peer.pid}/exe")
+        except OSError:
+            return ""
+
+    def status(self) -> int | None:
         """As ``os.wait`` would give it; None where the system does not tell."""
         with contextlib.suppress(OSError, ValueError, IndexError):  # not yet reaped: its last field is readable
             fields = pathlib.Path(f"/proc/{self._peer.pid}/stat").read_text().rpartition(")")[2].split()
@@ -79,7 +107,11 @@ class Liveness:
         self._rank = rank
         self._ranks = ranks
         self._is_announced = False
-        self._lifelines = [None if r == rank else Lifeline(peer) for r, peer in enumerate(arena.peers)]
+        self._lifelines = [
+            None if r == rank else Lifeline(peer, functools.partial(arena.is_held_by, r))
+            for r, peer in enumerate(arena.peers)
+        ]
+        self._left_since: dict[int, float] = {}
 
     def check(self, needed: Sequence[int]) -> None:
         """Raise if one of ``needed`` takes part no more.
@@ -95,12 +127,17 @@ class Liveness:
             if state == _TAKING_PART:
                 if lifeline.is_alive():
                     continue
-                state, words = self._read(peer)  # it may have spoken between the two looks
+                state, words = self._read_now(peer)  # it may have spoken between the two looks
             name = f"rank {self._ranks[peer]} (pid {self._arena.peers[peer].pid})"
             me = self._ranks[self._rank]
             if state == _TAKING_PART:
                 raise PeerError(f"rank {me}: {name} {lifeline.how_it_ended()}. Its own output may say why.")
-            raise peer_failed(me, name, words) if state == _FAILED or words else peer_left(me, name)
+            if state == _FAILED or words:
+                raise peer_failed(me, name, words)
+            since = self._left_since.setdefault(peer, time.monotonic())
+            if lifeline.runs() and time.monotonic() - since < _END_S:
+                continue
+            raise peer_left(me, name, "" if not lifeline.status() else f" and {lifeline.how_it_ended()}")
 
     def announce_failure(self, reason: str) -> None:
         """Tell the others that this rank gives the group up."""
@@ -126,7 +163,11 @@ class Liveness:
         self._signals.tell_all(STATE)
 
     def _read(self, peer: int) -> tuple[int, str]:
-        # Before its token: the state is one word, and the words that belong to it are only for people.
+        """What a peer has said of itself, once it has rung for that. [Note: memory order] in ``signals``"""
+        return self._read_now(peer) if self._signals.counts[peer][STATE] else (_TAKING_PART, "")
+
+    def _read_now(self, peer: int) -> tuple[int, str]:
+        """The same where the peer's process has ended, or has closed the memory."""
         start = self._arena.layout.start(peer) + self._arena.layout.state
         state = self._arena.words[start // 8]
         text = bytes(self._arena.memory[start + 8 : start + 8 + LAST_WORDS_BYTES]).split(b"\0", 1)[0]
