@@ -24,6 +24,7 @@ from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.buffers import copy_buffers
 from paceline.parallel.channels import open_channels, retired_names
 from paceline.parallel.comm_hooks import Hook, builtin_hook, check_hook
+from paceline.parallel.compiling import not_compiled
 from paceline.parallel.in_backward import take_over
 from paceline.parallel.join import Joining, ShadowHook, Stateful, call_roll, note_live
 from paceline.parallel.mixed_precision import LowPrecision, reduce_in
@@ -155,7 +156,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if (here := world.current()) is not None:
             here.part_random_streams()
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call, untyped-decorator]
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; torch's semantics."""
         trains = self.training and torch.is_grad_enabled()
