@@ -61,6 +61,11 @@ def make_hier(options: Any) -> CollectiveGroup:
         undo.callback(post.close)
         told = _introduce(meeting, post.whereabouts() | {"buffer_bytes": arena.layout.buffer_bytes}, deadline)
         undo.pop_all()
+    for other, each in enumerate(told):  # what this rank has told stays: the others look for whose fault it is
+        if "error" in each:
+            post.close()
+            arena.close()
+            raise CommunicationError(f"rank {rank}: rank {other} cannot take part: {each['error']}")
     post.learn(told)
     local = SharedMemory(arena, near.rank, [ranks[member] for member in members])
     block_bytes = min(each["buffer_bytes"] for each in told)
@@ -85,10 +90,9 @@ def make_hier(options: Any) -> CollectiveGroup:
 
 
 def _introduce(meeting: Meeting, mine: dict[str, Any], deadline: float) -> list[dict[str, Any]]:
-    """What each rank has to tell of itself, by rank.
+    """What each rank has to tell of itself, by rank; of one that cannot take part, its error.
 
     Raises:
-        CommunicationError: a rank has told that it cannot take part.
         RendezvousError, PeerError: some rank did not come.
     """
     meeting.announce("post", json.dumps(mine))
@@ -98,11 +102,7 @@ def _introduce(meeting: Meeting, mine: dict[str, Any], deadline: float) -> list[
 
     everyone = range(meeting.world_size)
     meeting.await_ranks(everyone, "post", deadline - time.monotonic(), late=late)
-    told = [json.loads(text) for text in meeting.read_all("post")]
-    for rank, each in enumerate(told):
-        if "error" in each:
-            raise CommunicationError(f"rank {meeting.rank}: rank {rank} cannot take part: {each['error']}")
-    return told
+    return [json.loads(text) for text in meeting.read_all("post")]
 
 
 def _tell_failure(meeting: Meeting, error: BaseException | None) -> None:

@@ -12,6 +12,7 @@ import os
 import secrets
 import time
 from dataclasses import asdict
+from typing import Any
 
 import psutil
 
@@ -43,31 +44,32 @@ def open_arena(meeting: Meeting, deadline: float, buffer_bytes: int | None = Non
     arena = None
     try:
         arena = _make(meeting, buffer_bytes) if meeting.rank == 0 else _find(meeting, deadline)
-        _see_others_map(meeting, deadline, arena)
+        told = _see_others_map(meeting, deadline, arena)
     except BaseException as error:
         if arena is not None:
             arena.close()
         with contextlib.suppress(PeerError):  # nobody is left to be told
             meeting.announce("mapped", json.dumps({"error": str(error) or type(error).__name__}))
         raise
+    for rank, each in enumerate(told):  # what this rank has told stays: the others look for whose fault it is
+        if "error" in each:
+            arena.close()
+            raise CommunicationError(
+                f"rank {meeting.rank}: rank {rank} could not map the shared memory: {each['error']}"
+            )
+    arena.learn(told)
     return arena
 
 
-def _see_others_map(meeting: Meeting, deadline: float, arena: Arena) -> None:
-    """Return when all have mapped ``arena``; raise if one cannot."""
+def _see_others_map(meeting: Meeting, deadline: float, arena: Arena) -> list[dict[str, Any]]:
+    """Whether all have mapped ``arena``, and how, by rank."""
     meeting.announce("mapped", json.dumps(arena.whereabouts()))
 
     def late(names: str) -> Exception:
         return RendezvousError(f"rank {meeting.rank}: {names} did not map the shared memory before the deadline.")
 
     meeting.await_ranks(range(meeting.world_size), "mapped", deadline - time.monotonic(), late=late)
-    told = [json.loads(text) for text in meeting.read_all("mapped")]
-    for rank, each in enumerate(told):
-        if "error" in each:
-            raise CommunicationError(
-                f"rank {meeting.rank}: rank {rank} could not map the shared memory: {each['error']}"
-            )
-    arena.learn(told)
+    return [json.loads(text) for text in meeting.read_all("mapped")]
 
 
 def choose_buffer_bytes(size: int) -> int:
