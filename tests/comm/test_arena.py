@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from datetime import timedelta
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 import paceline
 from paceline.comm.memory.arena import Layout
+from paceline.errors import CommunicationError, PeerError
 from support.ranks import RankError, expect_errors, run_ranks
 
 MIB = 1 << 20
@@ -144,6 +146,32 @@ def test_where_memory_is_refused_all_ranks_say_how_much_was_needed():
     assert "MiB of shared memory are needed, and the system refuses them (No space left on device;" in errors[0]
     assert errors[1].startswith("CommunicationError: rank 1: rank 0 could not make the shared memory:")
     assert "Raise the memory limit" in errors[1]
+
+
+def sends_where_memory_is_refused(world):
+    """Memory for the messages of a pair is asked for with the first one, and only then."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    asked = []
+
+    def refuse(fd, start, length):
+        asked.append(length)
+        raise OSError(28, "No space left on device")
+
+    granted, os.posix_fallocate = os.posix_fallocate, refuse
+    try:
+        if world.rank == 0:
+            with pytest.raises(CommunicationError, match=r"^1 MiB of shared memory are needed, and the system refuses"):
+                dist.send(torch.ones(3), 1, group=group)
+        else:
+            with pytest.raises(PeerError, match=r"(?s)rank 0 .* failed, .* 1 MiB of shared memory are needed"):
+                dist.recv(torch.ones(3), 0, group=group)
+    finally:
+        os.posix_fallocate = granted
+    return asked
+
+
+def test_memory_for_messages_is_reserved_before_it_is_touched():
+    assert run_ranks(2, sends_where_memory_is_refused, backend="shm") == [[MIB], []]
 
 
 def pretends_to_be_elsewhere(rank, world_size, directory):

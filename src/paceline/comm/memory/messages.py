@@ -34,6 +34,7 @@ class Messages:
         self._rank = rank
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._sending: list[deque[object]] = [deque() for _ in ranks]
+        self._reserved: set[int] = set()  # to whom this rank has sent; most pairs never do
         self._payload_bytes = arena.layout.slot_bytes - _HEADER_WORDS * 8
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Steps:
@@ -44,6 +45,9 @@ class Messages:
         try:
             while queue[0] is not ticket:
                 yield
+            if to not in self._reserved:
+                self._arena.reserve(self._slot(self._rank, to, 0), NUM_MESSAGE_SLOTS * self._arena.layout.slot_bytes)
+                self._reserved.add(to)
             for start in range(0, max(1, data.numel()), self._payload_bytes):
                 while signals.told(to, WRITTEN) - signals.counts[to][CONSUMED] >= NUM_MESSAGE_SLOTS:
                     yield
