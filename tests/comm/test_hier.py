@@ -1,7 +1,7 @@
 """Collectives among ranks of several hosts.
 
-Most tests fork ranks on one machine and tell each that it is on some host: those of one host share memory, and speak to
-the others over the loopback. A layout has the host of each rank. The last tests run in network namespaces.
+Most tests fork ranks on one machine and tell each that it is on some host, by a layout that has the host of each rank.
+The last tests run in network namespaces.
 """
 
 import importlib
@@ -35,36 +35,12 @@ from paceline.errors import (
 from support.battery import applicable, differences
 from support.commands import write_script
 from support.hosts import hosts, start_ranks
+from support.layouts import errors_on_hosts, on_hosts
 from support.limits import allow_descriptors
-from support.ranks import RankError, expect_errors, run_ranks
+from support.ranks import RankError
 
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 2), (0, 1, 2)]
 SOON_S = 5.0  # what takes longer hangs
-
-
-def on_hosts(layout, fn, *args, timeout_s=60.0):
-    """Call ``fn(world, *args)`` on a rank for each entry of ``layout``: what it returned, by rank."""
-    return run_ranks(len(layout), _live, layout, fn, args, join=False, timeout_s=timeout_s)
-
-
-def errors_on_hosts(layout, fn, *args):
-    """What ``fn`` raises on each rank, as ``Type: message``."""
-    return expect_errors(len(layout), _live, layout, fn, args, join=False)
-
-
-def _live(rank, size, directory, layout, fn, args):
-    host = layout[rank]
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(layout[:rank].count(host)),
-        "LOCAL_WORLD_SIZE": str(layout.count(host)),
-        "GROUP_RANK": str(host),
-        "GROUP_WORLD_SIZE": str(max(layout) + 1),
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with paceline.init("hier", pathlib.Path(directory, "rendezvous").as_uri(), timeout=20) as world:
-        return fn(world, *args)
 
 
 # -- right -------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,10 @@
 """A collective or a message under way, and the futures of it.
 
+[Note: inference mode] Outside of it torch refuses to write to tensors that were made in it; in it, any may be written.
+It belongs to a thread. So neither the caller of a collective nor its tensors say what the thread that goes on with it
+may do, and a view of shared memory that was made for one collective serves the next. Therefore all steps run in it,
+whoever drives. What they leave to others, who may not be in it, must have been made outside.
+
 The invariant: an operation is done exactly once; whoever asked for a future is told after that, and without a lock.
 """
 
@@ -42,14 +47,18 @@ class Operation:
         self.error: BaseException | None = None
         self.source: int | None = None
         self.result = result
-        self.signals: list[torch.futures.Future[Any]] = []  # of those who asked for a future
+        self.signals: list[torch.futures.Future[Any]] = []  # of those who asked for a future, to be set
+        self._promised: list[torch.futures.Future[Any]] = []  # the same, until all that hangs on them has been called
         self._steps: Steps | None = steps
 
     def advance(self) -> Exception | None:
         """Go on as far as can be without waiting; the error, if that raised one."""
         assert self._steps is not None
         try:
-            next(self._steps)
+            with torch._C._InferenceMode(
+                True
+            ):  # [Note: inference mode]; torch.inference_mode() takes a microsecond more
+                next(self._steps)
         except StopIteration as end:
             self.source = end.value
             self.is_done = True
@@ -74,6 +83,7 @@ class Operation:
         future would count as its value.
         """
         signal: torch.futures.Future[Any] = torch.futures.Future()
+        self._promised.append(signal)
         return signal.then(self._conclude), signal
 
     def _conclude(self, _: object) -> list[Any]:
@@ -83,6 +93,15 @@ class Operation:
 
     def resolve(self) -> None:
         """Tell those who asked for a future. Not with the engine's lock: they may call back."""
-        while self.signals:
-            self.signals[-1].set_result(None)
-            self.signals.pop()  # after that, nobody need keep the result
+        while True:
+            try:
+                signal = self.signals.pop()  # before it is set: what that calls may ask for another, and come here
+            except IndexError:
+                return
+            signal.set_result(None)
+            self._promised.remove(signal)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is done and nobody is still to be told, so that nobody need keep the result."""
+        return self.is_done and not self._promised

@@ -65,7 +65,7 @@ class Work(dist.Work):
 
     def is_over(self) -> bool:
         """Whether it is done and nobody is still to be told."""
-        return self._operation.is_done and not self._operation.signals
+        return self._operation.is_over
 
     def forget_result(self) -> None:
         self._operation.result = ()

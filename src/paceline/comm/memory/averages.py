@@ -208,7 +208,8 @@ class Averages:
             if key not in self._copies:
                 if len(self._copies) >= _MOST_COPIES:
                     self._copies.clear()
-                self._copies[key] = self._shared.arena.tensor(start, numel * dtype.itemsize).view(dtype)
+                with torch.inference_mode(False):  # the next to need it may not be in it
+                    self._copies[key] = self._shared.arena.tensor(start, numel * dtype.itemsize).view(dtype)
             copies.append(self._copies[key])
         return copies
 

@@ -47,7 +47,8 @@ class Heap:
         self._free[index : index + 1] = [(start + num_bytes, end)] if end - start > num_bytes else []
         region = self._arena.region(start, num_bytes)
         weakref.finalize(region, self._freed.append, (start, start + num_bytes)).atexit = False
-        return torch.frombuffer(region, dtype=dtype, count=numel), start
+        with torch.inference_mode(False):  # it outlives whoever asks for it. [Note: inference mode] in operation.py
+            return torch.frombuffer(region, dtype=dtype, count=numel), start
 
     def _take_back(self, start: int, end: int) -> None:
         self._arena.release(start, end - start)
