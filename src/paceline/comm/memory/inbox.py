@@ -47,6 +47,10 @@ class Request:
     def wants(self, source: int, tag: int) -> bool:
         return self.message is None and self.source in (None, source) and self.tag == tag
 
+    def fits(self, num_bytes: int, dtype: torch.dtype) -> bool:
+        """Whether such a message may be written to the tensor."""
+        return (num_bytes, dtype) == (self.tensor.nbytes, self.tensor.dtype)
+
 
 class Inbox:
     """What arrives at one rank, and what it waits for.
@@ -89,10 +93,10 @@ class Inbox:
     def begin(self, source: int, tag: int, num_bytes: int, dtype: torch.dtype) -> Message:
         """A message begins to arrive; where it goes is told by what is returned."""
         request = next((request for request in self._requests if request.wants(source, tag)), None)
-        if request is not None and request.tensor.nbytes == num_bytes:
+        if request is not None and request.fits(num_bytes, dtype):
             message = Message(source, tag, dtype, num_bytes, request.tensor.view(torch.uint8), is_direct=True)
         else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             message = Message(source, tag, dtype, num_bytes, memory, is_direct=False)
         if request is None:
             self._unasked.append(message)
@@ -118,7 +122,7 @@ class Inbox:
         """
         message, tensor = request.message, request.tensor
         assert message is not None
-        if (message.num_bytes, message.dtype) != (tensor.nbytes, tensor.dtype):
+        if not request.fits(message.num_bytes, message.dtype):
             wanted, came = _spell(tensor.nbytes, tensor.dtype), _spell(message.num_bytes, message.dtype)
             raise different_messages(self._rank, wanted, request.tag, self._sources[message.source], came)
         if not message.is_direct:
