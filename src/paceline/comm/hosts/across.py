@@ -85,7 +85,7 @@ class Across:
             return
         # What gloo calls a timeout of one message ends all connections of its group, and with them all waits.
         with contextlib.suppress(RuntimeError):
-            self._group.recv([torch.empty(1)], self._other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            self._group.recv([torch.empty(1, device="cpu")], self._other, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """Twice does no harm."""

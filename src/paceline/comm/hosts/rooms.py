@@ -24,7 +24,7 @@ class Rooms:
         if self._free.get(num_bytes):
             self._num_free -= 1
             return self._free[num_bytes].pop().view(dtype)
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def give_back(self, tensors: Iterable[Tensor]) -> None:
         """Nobody reads or writes these any more."""

@@ -55,7 +55,7 @@ class Wire:
 
     def note(self, to: int, number: int, values: Sequence[int]) -> None:
         """Tell something that nobody expects."""
-        self.send(to, number, _NOTE, memory_of(torch.tensor(values)), number)
+        self.send(to, number, _NOTE, memory_of(torch.tensor(values, device="cpu")), number)
 
     def _place(self, source: int, key: int, num_bytes: int, extra: int) -> memoryview | None:
         parcel = self._expected.get((source, key))

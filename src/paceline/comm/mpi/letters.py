@@ -74,7 +74,7 @@ class Letters:
         finally:
             self._num_waiting -= 1
         fits = (letter.num_bytes, letter.dtype) == (tensor.nbytes, _name(tensor.dtype))
-        memory = tensor if fits else torch.empty(letter.num_bytes, dtype=torch.uint8)
+        memory = tensor if fits else torch.empty(letter.num_bytes, dtype=torch.uint8, device="cpu")
         if letter.text:
             bytes_of(memory)[:] = letter.text
         elif letter.num_bytes:

@@ -39,7 +39,7 @@ class Meetings:
         self._peers = [peer for peer in range(len(ranks)) if peer != rank]
         self._partners = [(peer,) for peer in (*self._peers, *self._peers)]
         self._stride = _CALL_BYTES + self.inline_bytes
-        self._records = torch.zeros(len(ranks), self._stride, dtype=torch.uint8)
+        self._records = torch.zeros(len(ranks), self._stride, dtype=torch.uint8, device="cpu")
         self._memory: Any = bytes_of(self._records.view(-1))  # a Buffer, as mypy knows from Python 3.12 on
         self._typed: dict[torch.dtype, list[Tensor]] = {}
         self._spelled = SpelledCalls(_CALL_BYTES)

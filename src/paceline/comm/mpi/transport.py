@@ -179,8 +179,9 @@ class Mpi(Transport):
 
     def _exchange_unevenly(self, call: Call, gives: Sequence[Tensor], takes: Sequence[Tensor]) -> Steps:
         """Agree on who has how much for whom, and exchange that."""
-        mine = torch.tensor([[piece.numel() for piece in pieces] for pieces in (gives, takes)])  # (2, size)
-        yield from self._meetings.meet(call, [mine.view(-1)])
+        numels = [piece.numel() for pieces in (gives, takes) for piece in pieces]
+        mine = torch.tensor(numels, device="cpu")  # (2 * size,)
+        yield from self._meetings.meet(call, [mine])
         tables = torch.stack(self._meetings.data(mine.dtype, mine.numel())).view(self.size, 2, self.size)
         given, taken = tables[:, 0], tables[:, 1].t()  # (giver, taker)
         for giver, taker in (given != taken).nonzero().tolist():
@@ -193,7 +194,7 @@ class Mpi(Transport):
         """For each rank, memory for a tensor such as ``part``, until the next call of this."""
         stride = -(-_BLOCK_BYTES // self.size // 64) * 64 + 64
         if self._scratch is None:
-            self._scratch = torch.empty(self.size, stride, dtype=torch.uint8)
+            self._scratch = torch.empty(self.size, stride, dtype=torch.uint8, device="cpu")
         return [row[: part.nbytes].view(part.dtype) for row in self._scratch]
 
     # -- messages ------------------------------------------------------------------------------------------------

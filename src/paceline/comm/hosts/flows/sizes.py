@@ -37,7 +37,8 @@ class Sizes(Flow):
         super().__init__(site, rooms)
         self._call = call._replace(where="")  # of this rank alone, while others are told too
         self._ranks = ranks
-        self._mine = torch.tensor([[tensor.numel() for tensor in tensors] for tensors in (gives, takes)]).view(-1)
+        numels = [tensor.numel() for tensors in (gives, takes) for tensor in tensors]
+        self._mine = torch.tensor(numels, device="cpu")
         self._own = self._mine
 
     def give(self, block: int, part: Tensor) -> None:

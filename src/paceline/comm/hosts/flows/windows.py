@@ -64,7 +64,7 @@ class AllGather(_Windows):
 
     def pack(self, block: int, parts: Sequence[Tensor]) -> Sends:
         first, last = self._share(block, self.site.host, self.site.me)
-        share = torch.empty(last - first, dtype=self.dtype)
+        share = torch.empty(last - first, dtype=self.dtype, device="cpu")
         for index, inner, outer in _overlaps(self._lengths(block, self.site.host), first, last):
             share[outer].copy_(parts[index][inner])
         return dict.fromkeys(self.site.others, share)
