@@ -4,6 +4,7 @@ import datetime
 import signal
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -24,7 +25,69 @@ def default_group():
 def wrong_calls():
     """(what is called, the error)"""
     ones, group = torch.ones(4), default_group()
-    yield lambda: dist.all_reduce(ones, op=dist.ReduceOp.BAND), "BAND needs integers or booleans, not torch.float32"
+    op, reduce = dist.ReduceOp, dist.all_reduce
+    yield lambda: reduce(ones, op.BAND), r"BAND is not defined for torch.float32. Convert .* to torch.int64 perhaps"
+    yield lambda: reduce(ones.bool(), op.AVG), r"AVG is not defined for torch.bool. Convert .* to torch.float32 perhaps"
+    greatest = dist.AllreduceOptions()
+    greatest.reduceOp = op.MAX
+    yield lambda: group.allreduce([ones.cfloat()], greatest), "MAX is not defined for torch.complex64. .* torch.float32"
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        for name in ("AVG", "MIN", "MAX"):
+            yield (
+                lambda dtype=dtype, name=name: reduce(torch.ones(4, dtype=dtype), getattr(op, name)),
+                f"{name} is not defined for {dtype}. Convert the tensor first, to torch.int64 perhaps",
+            )
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX"):  # torch multiplies them, if there are four or more
+        yield (
+            lambda name=name: reduce(ones.to(torch.float8_e4m3fn), getattr(op, name)),
+            f"{name} is not defined for torch.float8_e4m3fn. Convert the tensor first, to torch.float32 perhaps",
+        )
+    yield lambda: dist.reduce(ones.bool(), 0, op.AVG), "AVG is not defined for torch.bool"
+    yield lambda: dist.reduce_scatter(ones.bool(), [ones.bool()] * 2, op.AVG), "AVG is not defined for torch.bool"
+    mixed = [ones[:2], ones[:2].to(torch.uint32)], [ones, ones.to(torch.uint32)]
+    max_opts = dist.ReduceScatterOptions()
+    max_opts.reduceOp = op.MAX
+    yield lambda: group.reduce_scatter_tensor_coalesced(*mixed, max_opts), "MAX is not defined for torch.uint32"
+    yield (
+        lambda: group.allreduce_coalesced([torch.tensor([2**40 + 1]), ones]),
+        "all_reduce: tensors of torch.float32 and torch.int64 in one call; use one dtype",
+    )
+    premul = dist._make_nccl_premul_sum
+    yield lambda: reduce(ones.int(), premul(0.5)), r"PREMUL_SUM: torch.int32 times 0.5 is not torch.int32. Convert the"
+    yield (
+        lambda: reduce(ones.int(), premul(torch.tensor([0.5]))),
+        "PREMUL_SUM: torch.int32 times 0.5 is not torch.int32",
+    )
+    yield lambda: reduce(ones.bool(), premul(2.0)), "PREMUL_SUM is not defined for torch.bool"
+    yield (
+        lambda: reduce(ones, premul(torch.tensor([1j]))),
+        "torch.float32 cannot be multiplied by 1j. Use a real factor",
+    )
+    expanded = torch.ones(1).expand(4)
+    shared = r"a tensor of shape \(4,\) and strides \(0,\), as expand\(\) makes them, has elements that share memory"
+    yield lambda: reduce(expanded), shared
+    yield lambda: dist.reduce(expanded, group.rank()), shared
+    yield lambda: dist.broadcast(expanded, 1 - group.rank()), shared
+    yield lambda: dist.all_gather([ones.clone(), expanded], ones), shared
+    yield lambda: dist.gather(ones, [ones.clone(), expanded], group.rank()), shared
+    yield lambda: dist.scatter(expanded, [ones, ones], group.rank()), shared
+    yield lambda: dist.reduce_scatter(expanded, [ones, ones]), shared
+    yield lambda: dist.all_to_all([ones.clone(), expanded], [ones, ones]), shared
+    yield lambda: dist.recv(expanded, 1 - group.rank()), shared
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that these are new, and those old
+        csr, quantized = torch.eye(2).to_sparse_csr(), torch.quantize_per_tensor(ones, 0.1, 0, torch.qint8)
+    yield lambda: reduce(csr), "all_reduce of a tensor of the layout torch.sparse_csr with SUM: of sparse tensors, only"
+    yield lambda: reduce(csr.to_sparse_coo(), op.MAX), "layout torch.sparse_coo with MAX: of sparse tensors, only those"
+    yield lambda: dist.broadcast(csr, 0), r"of the layout torch.sparse_csr cannot be sent. Use to_dense\(\); of sparse"
+    yield lambda: group.allreduce_coalesced([ones, csr]), "of the layout torch.sparse_csr cannot be sent"
+    yield lambda: dist.broadcast(quantized, 0), "a tensor of torch.qint8 cannot be sent: .* Send it in another dtype"
+    many = "all_gather_coalesced: "
+    yield lambda: group.allgather_coalesced([[ones]], [ones]), many + "outputs of 1 ranks, but the group has 2"
+    yield (
+        lambda: group.allgather_coalesced([[ones.int()]] * 2, [ones]),
+        many + "each rank's outputs must have the sizes",
+    )
     yield lambda: group.allgather([[ones]], [ones]), "all_gather: a list of 1 tensors, but the group has 2 ranks"
     yield lambda: group.allgather([[ones, ones]], [torch.ones(3)]), "this rank's output has 4 elements; expected 3"
     yield lambda: group.all_gather_single(torch.ones(7), ones), "the output has 7 elements; expected 8"
@@ -50,6 +113,38 @@ def calls_wrongly(world):
 
 def test_a_call_that_is_wrong_by_itself_is_refused_and_costs_nothing():
     assert run_ranks(2, calls_wrongly, backend="shm") == [2.0, 2.0]
+
+
+def is_refused_alone(world):
+    """Only rank 1's calls are wrong; rank 0 has called the next sum long before."""
+    if world.rank == 1:
+        time.sleep(0.1)
+        for call, message in wrong_calls():
+            with pytest.raises(ValueError, match=message):
+                call()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_call_that_is_wrong_by_itself_does_not_reach_the_other_ranks():
+    assert run_ranks(2, is_refused_alone, backend="shm") == [2.0, 2.0]
+
+
+def gives_what_is_expanded(world):
+    """[r+1, r+1, r+1, r+1], expanded, as what a root gives to all, and as what others give to a root."""
+    expanded = torch.tensor([world.rank + 1.0]).expand(4)
+    if world.rank == 0:
+        dist.broadcast(expanded, 0)
+        dist.reduce(total := torch.ones(4), 0)
+        return total.tolist()
+    dist.broadcast(got := torch.zeros(4), 0)
+    dist.reduce(expanded, 0)
+    return got.tolist()
+
+
+def test_what_is_not_filled_may_be_expanded():
+    assert run_ranks(2, gives_what_is_expanded, backend="shm") == [[3.0] * 4, [1.0] * 4]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------------
@@ -141,6 +236,59 @@ def chains_futures(world):
 
 def test_a_callback_of_a_future_may_wait_for_another_one():
     assert run_ranks(2, chains_futures, backend="shm") == [[5.0, 5.0]] * 2
+
+
+def asks_again_in_a_callback(world):
+    """A callback of a work's future asks that work for another future, and a callback of that one for a third.
+
+    Rank 1 comes when rank 0 has asked for the first.
+    """
+    if world.rank == 1:
+        world.barrier()
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    seen = []
+
+    def ask(future):
+        seen.append(future.value()[0].tolist())
+        if len(seen) < 3:
+            work.get_future().then(ask)
+
+    asked = work.get_future().then(ask)
+    if world.rank == 0:
+        world.barrier()
+    asked.wait()
+    others = [work.get_future() for _ in range(3)]
+    results = [future.wait()[0].tolist() for future in others]
+    return soon(lambda: len(seen) == 3), seen, results, soon(work.is_over)
+
+
+def soon(is_so):
+    deadline = time.monotonic() + 5
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_so()
+
+
+def test_a_callback_of_a_future_may_ask_the_same_work_for_another_one():
+    expected = True, [[2.0, 2.0]] * 3, [[2.0, 2.0]] * 3, True
+    assert run_ranks(2, asks_again_in_a_callback, backend="shm") == [expected] * 2
+
+
+def asks_while_told(world):
+    """Whether rank 0's work counts as over while its future is told; rank 1 comes when that has been asked for."""
+    seen = []
+    if world.rank == 1:
+        world.barrier()
+    work = dist.all_reduce(torch.ones(2), async_op=True)
+    future = work.get_future().then(lambda _: seen.append(work.is_over()))
+    if world.rank == 0:
+        world.barrier()
+    future.wait()
+    return seen, soon(work.is_over)
+
+
+def test_a_work_is_over_when_all_have_been_told():
+    assert run_ranks(2, asks_while_told, backend="shm")[0] == ([False], True)
 
 
 def asks_for_a_future_and_dies(world):

@@ -285,6 +285,21 @@ def test_a_mismatch_is_told_on_all_ranks_and_the_group_goes_on(tmp_path):
     )
 
 
+def test_lists_and_sparse_tensors_that_differ_are_refused_on_all_ranks_and_nothing_is_written(tmp_path):
+    source = """
+        import torch.distributed as dist
+        from support.mismatches import messages_of_another_dtype, mismatches
+
+        dist.init_process_group("mpi")
+        rank = dist.get_rank()
+        tell(rank, mismatches(rank, 2), *messages_of_another_dtype(rank))
+    """
+    first, (wrong, error, received) = told_by_job(2, tmp_path, source)
+    assert first == [[], "", [-1.0] * 4]
+    assert (wrong, received) == ([], [-1.0] * 4)
+    assert "rank 1 waits for 4 elements of float32 with tag 0, but rank 0 sent 4 elements of int32" in error
+
+
 def without_places(text):
     return re.sub(r"at \S+script\.py:\d+", "HERE", text)
 

@@ -130,6 +130,10 @@ def pattern(numel: int, start: int = 0) -> torch.Tensor:
     return _PATTERN[start : start + numel].clone()
 
 
+def sparse(indices: Any, values: Any, shape: Sequence[int]) -> torch.Tensor:
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+
+
 def triangle(size: int) -> int:
     return size * (size + 1) // 2  # 1 + 2 + ... + size
 
@@ -241,6 +245,67 @@ def all_reduce_scales_before_it_sums(rank: int, size: int) -> Cases:
             t = torch.tensor([rank + 1, 4]).to(dtype)
             dist.all_reduce(t, dist._make_nccl_premul_sum(factor))
             yield (dtype, factor), t, torch.tensor([triangle(size) / 2, 2 * size]).to(dtype)
+
+
+@check(beyond_gloo=True)
+def each_rank_has_a_factor_of_its_own(rank: int, size: int) -> Cases:
+    """Rank r gives tens with the factor r+1; PREMUL_SUM is 10 * n(n+1)/2, in all that reduces, small and large."""
+    expected = 10 * triangle(size)
+    for dtype, factor in (
+        *((dtype, rank + 1.0) for dtype in [*FLOATS, *COMPLEX]),
+        *((dtype, torch.tensor([rank + 1.0])) for dtype in FLOATS),
+        *((dtype, rank + 1.0) for dtype in (torch.int32, torch.int64, torch.int16)),
+    ):
+        op = dist._make_nccl_premul_sum(factor)
+        t = torch.full((3,), 10).to(dtype)
+        dist.all_reduce(t, op)
+        yield ("all_reduce", dtype), t, torch.full((3,), expected).to(dtype)
+    op = dist._make_nccl_premul_sum(rank + 1.0)
+    for numel in (3, 70_000, 300_000):
+        t = torch.full((numel,), 10.0)
+        dist.all_reduce(t, op)
+        yield ("all_reduce", numel), t, torch.full((numel,), float(expected))
+        t = torch.full((numel,), 10.0)
+        dist.reduce(t, size - 1, op)
+        yield ("reduce", numel), t, torch.full((numel,), float(expected) if rank == size - 1 else 10.0)
+        output, source = torch.empty(numel // size), torch.full((numel // size * size,), 10.0)
+        dist.reduce_scatter_tensor(output, source, op)
+        yield ("reduce_scatter_tensor", numel), output, torch.full_like(output, float(expected))
+        yield ("input", numel), source, torch.full_like(source, 10.0)
+    output = torch.empty(2)
+    dist.reduce_scatter(output, [torch.full((2,), 10.0 + s) for s in range(size)], op)
+    yield "reduce_scatter", output, torch.full((2,), (10.0 + rank) * triangle(size))
+
+
+@check(beyond_gloo=True)
+def unsigned_integers_are_summed(rank: int, size: int) -> Cases:
+    """Rank r gives r and the largest value; the sums are n(n-1)/2, and n less than what does not fit any more."""
+    for dtype, largest in ((torch.uint16, 2**16 - 1), (torch.uint32, 2**32 - 1), (torch.uint64, 2**64 - 1)):
+        for times in (1, 30_000):
+            values = torch.tensor([rank, largest], dtype=dtype)
+            expected = torch.tensor([size * (size - 1) // 2, largest + 1 - size], dtype=dtype).repeat(times)
+            t = values.repeat(times)
+            dist.all_reduce(t)
+            yield ("all_reduce", dtype, times), t, expected
+            t = values.repeat(times)
+            dist.reduce(t, 0)
+            yield ("reduce", dtype, times), t, expected if rank == 0 else values.repeat(times)
+            output = values.repeat(times)
+            dist.reduce_scatter_tensor(output, values.repeat(times * size))
+            yield ("reduce_scatter_tensor", dtype, times), output, expected
+
+
+@check()
+def sparse_sums(rank: int, size: int) -> Cases:
+    """Rank r has r+1 at r and 10 at 0; the sum is [10n + 1, 2, 3, ...]. Where row 0 is [10, 20], it is [10n, 20n]."""
+    t = sparse([[0, rank]], [10.0, rank + 1.0], (size,))
+    dist.all_reduce(t)
+    yield "values", t.to_dense(), torch.arange(1.0, size + 1) + torch.tensor([10.0 * size] + [0.0] * (size - 1))
+    t = sparse([[0, rank]], [[10.0, 20.0], [rank + 1.0, 0.0]], (size, 2))
+    dist.all_reduce(t)
+    expected = torch.stack([torch.arange(1.0, size + 1), torch.zeros(size)], 1)
+    expected[0] += torch.tensor([10.0 * size, 20.0 * size])
+    yield "rows", t.to_dense(), expected
 
 
 @check(beyond_gloo=True)
@@ -966,6 +1031,134 @@ def the_coalescing_manager(rank: int, size: int) -> Cases:
         yield ("reduce_scatter_tensor", async_ops), outputs, expected
 
 
+@check(beyond_gloo=True)
+def coalesced_calls_of_several_dtypes(rank: int, size: int) -> Cases:
+    """[r+1] in float32, and 2^40 + r in int64, which float32 could not hold, are gathered and scattered at once."""
+    group = dist.group.WORLD
+    assert group is not None
+    outs = [[blank(shape=(1,)), blank(torch.int64, (1,))] for _ in range(size)]
+    group.allgather_coalesced(outs, [torch.tensor([rank + 1.0]), torch.tensor([2**40 + rank])]).wait()
+    yield "gathered", outs, [[torch.tensor([r + 1.0]), torch.tensor([2**40 + r])] for r in range(size)]
+    floats, integers = blank(shape=(1,)), blank(torch.int64, (1,))
+    sources = [torch.full((size,), rank + 1.0), torch.full((size,), 2**40 + rank)]
+    group.reduce_scatter_tensor_coalesced([floats, integers], sources).wait()
+    expected = torch.tensor([float(triangle(size))]), torch.tensor([size * 2**40 + size * (size - 1) // 2])
+    yield "scattered", (floats, integers), expected
+
+
+# -- inference mode ----------------------------------------------------------------------------------------------------
+
+
+def _all_kinds(rank: int, size: int) -> list[tuple[object, Any, Any]]:
+    """Each kind on row r, a large sum, a message to the next rank, objects, and a sparse sum."""
+    cases: list[tuple[object, Any, Any]] = []
+    for kind in [*KINDS, *SCATTERED]:
+        work, got, expected = _start(kind, rank, size)
+        work.wait()
+        cases.append((kind, got, expected))
+    t = torch.full((300_000,), rank + 1.0)
+    dist.all_reduce(t)
+    cases.append(("large", t, torch.full((300_000,), float(triangle(size)))))
+    outs = [torch.empty(70_000) for _ in range(size)]
+    dist.all_gather(outs, torch.full((70_000,), rank + 1.0))
+    cases.append(("gathered", outs, [torch.full((70_000,), r + 1.0) for r in range(size)]))
+    if size > 1:
+        work = dist.isend(row(rank), (rank + 1) % size)
+        dist.recv(t := blank(), (rank - 1) % size)
+        work.wait()
+        cases.append(("message", t, row((rank - 1) % size)))
+    objects: list[Any] = [None] * size
+    dist.all_gather_object(objects, "x" * rank)
+    cases.append(("objects", objects, ["x" * r for r in range(size)]))
+    t = sparse([[rank]], [rank + 1.0], (size,))
+    dist.all_reduce(t)
+    t._values().mul_(2)  # the sum is the caller's, to do with as with any tensor
+    cases.append(("sparse", t.to_dense(), torch.arange(2.0, 2 * size + 1, 2)))
+    return cases
+
+
+@check()
+def inference_mode_leaves_nothing_behind(rank: int, size: int) -> Cases:
+    """All kinds in inference mode and out of it, by turns; at last every other rank is in it alone."""
+    for inference in (True, False, rank % 2 == 0, rank % 2 == 1):
+        with torch.inference_mode(inference):
+            cases = _all_kinds(rank, size)
+        for case, got, expected in cases:
+            yield (case, inference), got, expected
+
+
+@check()
+def what_begins_in_inference_mode_ends_elsewhere(rank: int, size: int) -> Cases:
+    """Works of each kind begin in it, and are waited for outside, or by a future alone; rank r comes 5r ms late."""
+    for inference in (True, False):
+        with torch.inference_mode(inference):
+            time.sleep(0.005 * rank)
+            started = [(kind, *_start(kind, rank, size)) for kind in KINDS]
+        with torch.inference_mode(not inference):
+            for kind, work, got, expected in started:
+                work.wait()
+                yield (kind, inference), got, expected
+        with torch.inference_mode(inference):
+            time.sleep(0.005 * rank)
+            started = [(kind, *_start(kind, rank, size)) for kind in KINDS]
+        for kind, work, got, expected in started:
+            work.get_future().wait()
+            yield (kind, inference, "future"), got, expected
+
+
+@check()
+def tensors_of_inference_mode_are_filled_outside(rank: int, size: int) -> Cases:
+    """Row r in (2, 3) and room for all rows are made in inference mode; the sum and all rows come into them outside."""
+    with torch.inference_mode():
+        t, outs = row(rank, shape=(2, 3)), [blank(shape=(2, 3)) for _ in range(size)]
+    dist.all_reduce(t)
+    yield "sum", t, total(size, shape=(2, 3))
+    if dist.get_backend() != "gloo":
+        dist.all_gather(outs, row(rank, shape=(2, 3)))
+        yield "gathered", outs, [row(r, shape=(2, 3)) for r in range(size)]
+
+
+@check(beyond_gloo=True)
+def another_default_device(rank: int, size: int) -> Cases:
+    """Tensors are made on the CPU, and what collectives make for themselves while one waits must be there too.
+
+    Rank r comes 5r ms late, so that most is done in the waits. The message that comes first is received last.
+    """
+    rows = [row(r) for r in range(size)]
+    uneven = [torch.full((r,), r + 1.0) for r in range(size)]
+    uneven_outs = [blank(shape=(r,)) for r in range(size)]
+    gathered, exchanged = ([blank() for _ in range(size)] for _ in range(2))
+    large, large_outs = torch.full((300_000,), 1.0), [torch.empty(70_000) for _ in range(size)]
+    mine = sparse([[rank]], [rank + 1.0], (size,))
+    parts = [torch.full((70_000,), r + 1.0) for r in range(size)]
+    messages = [blank(), blank()]
+    time.sleep(0.005 * rank)
+    with torch.device("meta"):
+        works = [
+            dist.all_reduce(large, async_op=True),
+            dist.all_gather(large_outs, parts[rank], async_op=True),
+            dist.all_gather(uneven_outs, uneven[rank], async_op=True),
+            dist.gather(rows[rank], gathered if rank == 0 else None, async_op=True),
+            dist.all_to_all(exchanged, rows, async_op=True),
+            dist.all_reduce(mine, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        if size > 1:
+            works = [dist.isend(rows[rank], (rank + 1) % size, tag=tag) for tag in (1, 2)]
+            for tag in (2, 1):
+                dist.recv(messages[tag - 1], (rank - 1) % size, tag=tag)
+            for work in works:
+                work.wait()
+    yield "large", large, torch.full((300_000,), float(size))
+    yield "all_gather", large_outs, parts
+    yield "uneven", uneven_outs, uneven
+    yield "gather", gathered if rank == 0 else rows, rows
+    yield "all_to_all", exchanged, [rows[rank]] * size
+    yield "sparse", mine.to_dense(), torch.arange(1.0, size + 1)
+    yield "messages", messages if size > 1 else [rows[0]] * 2, [rows[(rank - 1) % size]] * 2
+
+
 # -- layouts and sizes -------------------------------------------------------------------------------------------------
 
 
@@ -1272,6 +1465,43 @@ def the_sender_may_write_on_at_once(rank: int, size: int) -> Cases:
         dist.all_gather(outs, t)
         t.fill_(-1)
         yield ("all_gather", i), outs, [torch.full((5000,), float(i + r)) for r in range(size)]
+
+
+@check()
+def one_element_of_many(rank: int, size: int) -> Cases:
+    """[::4] of four is one element, whose stride of 4 is that of nothing: through every collective."""
+
+    def one(value: float = 9.0) -> torch.Tensor:
+        return torch.full((4,), value)[::4]
+
+    def rooms() -> list[torch.Tensor]:
+        return [one() for _ in range(size)]
+
+    rows = [torch.tensor([r + 1.0]) for r in range(size)]
+    sums = torch.tensor([float(triangle(size))])
+    dist.all_reduce(t := one(rank + 1.0))
+    yield "all_reduce", t, sums
+    dist.reduce(t := one(rank + 1.0), 0)
+    yield "reduce", t if rank == 0 else None, sums if rank == 0 else None
+    dist.broadcast(t := one(rank + 1.0), size - 1)
+    yield "broadcast", t, rows[-1]
+    dist.all_gather(outs := rooms(), one(rank + 1.0))
+    yield "all_gather", outs, rows
+    dist.gather(one(rank + 1.0), (outs := rooms()) if rank == 0 else None)
+    yield "gather", outs if rank == 0 else rows, rows
+    dist.scatter(t := one(), [one(r + 1.0) for r in range(size)] if rank == 0 else None)
+    yield "scatter", t, rows[rank]
+    dist.reduce_scatter(t := one(), [one(rank + 1.0) for _ in range(size)])
+    yield "reduce_scatter", t, sums
+    dist.all_to_all(outs := rooms(), [one(rank + 1.0) for _ in range(size)])
+    yield "all_to_all", outs, rows
+    if size > 1:
+        work = dist.isend(one(rank + 1.0), (rank + 1) % size)
+        dist.recv(t := one(), (rank - 1) % size)
+        work.wait()
+        yield "message", t, rows[(rank - 1) % size]
+    dist.all_reduce(t := torch.full((4, 4), rank + 1.0)[:1, ::4])
+    yield "two dimensions", t, sums.view(1, 1)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 The invariant: values are taken in the order of ranks, always, so a result is the same on all ranks and in all runs.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,7 +14,6 @@ from paceline.comm.transport import Reduction
 _COMBINE: dict[str, Callable[..., Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
-    "premul_sum": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
     "max": torch.maximum,
@@ -23,6 +23,22 @@ _COMBINE: dict[str, Callable[..., Tensor]] = {
 }
 # Several sums in these would lose digits at each step.
 NARROW = (torch.float16, torch.bfloat16)
+# In these torch adds, and the sums have the same bits.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+
+@functools.lru_cache(maxsize=512)
+def is_defined(reduction: Reduction, dtype: torch.dtype) -> bool:
+    """Whether values of ``dtype`` can be reduced like that: of what torch can add or compare, it is asked itself."""
+    if reduction.name not in _COMBINE:
+        return False
+    try:
+        for num_parts in (1, 2, 3):
+            parts = [torch.zeros(1, dtype=dtype, device="cpu") for _ in range(num_parts)]
+            reduce_into(parts[0], parts, reduction)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -> None:
@@ -31,8 +47,9 @@ def reduce_into(output: Tensor, parts: Sequence[Tensor], reduction: Reduction) -
     Sums of more than two halves are made in float32 and rounded once.
     """
     combine = _COMBINE[reduction.name]
-    if reduction.factor is not None:
-        parts = [part * reduction.factor for part in parts]
+    if output.dtype in _SIGNED and reduction.name == "sum":
+        signed = _SIGNED[output.dtype]
+        output, parts = output.view(signed), [part.view(signed) for part in parts]
     if len(parts) == 1:
         if output is not parts[0]:
             output.copy_(parts[0])

@@ -25,12 +25,10 @@ class Reduction:
     """How values of several ranks become one.
 
     Attributes:
-        name: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor``, ``bxor`` or ``premul_sum``.
-        factor: of ``premul_sum``: by what each rank's values are multiplied before they are added.
+        name: ``sum``, ``avg``, ``product``, ``min``, ``max``, ``band``, ``bor`` or ``bxor``.
     """
 
     name: str
-    factor: float | Tensor | None = None
 
 
 class Call(NamedTuple):

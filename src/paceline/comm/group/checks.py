@@ -6,26 +6,7 @@ The invariant: it is said before the call is submitted, so on the other ranks no
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-
-from paceline.comm.transport import Reduction
-
-_REDUCTIONS = {kind.value: Reduction(name.lower()) for name, kind in dist.ReduceOp.RedOpType.__members__.items()}
-_BITWISE = ("band", "bor", "bxor")
-_ORDERED = ("min", "max")
-
-
-def reduction_of(op: Any, tensor: Tensor) -> Reduction:
-    """c10d's ``op``, which must be defined for ``tensor``."""
-    reduction = _REDUCTIONS[getattr(op, "op", op).value]
-    if reduction.name in _BITWISE and (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"{reduction.name.upper()} needs integers or booleans, not {tensor.dtype}.")
-    if reduction.name in _ORDERED and tensor.is_complex():
-        raise ValueError(f"{reduction.name.upper()} is not defined for {tensor.dtype}.")
-    if reduction.name == "premul_sum":
-        return Reduction(reduction.name, op.__getstate__()[1])
-    return reduction
 
 
 def root_of(opts: Any, size: int) -> int:
@@ -53,6 +34,20 @@ def check_dtype(what: str, tensor: Tensor, other: Tensor) -> None:
 def check_numel(what: str, tensor: Tensor, numel: int) -> None:
     if tensor.numel() != numel:
         raise ValueError(f"{what} has {tensor.numel()} elements; expected {numel}.")
+
+
+def spelled_list(lists: Sequence[Sequence[Tensor]]) -> str:
+    """What all ranks must have alike of several collectives in one call, each of a list by rank; none for one alone."""
+    if len(lists) == 1:
+        return ""
+    each = [f"{spelled_sizes(tensors) or tensors[0].numel()} {tensors[0].dtype}" for tensors in lists]
+    return f"{len(lists)} at once: {', '.join(each)}".replace("torch.", "")
+
+
+def spelled_sizes(tensors: Sequence[Tensor]) -> str:
+    """The sizes of ``tensors``; empty where all are the same."""
+    numels = [tensor.numel() for tensor in tensors]
+    return "" if numels.count(numels[0]) == len(numels) else f"sizes {', '.join(map(str, numels))}"
 
 
 def check_list(what: str, tensors: Sequence[Tensor], other: Tensor, size: int) -> None:

@@ -22,13 +22,15 @@ from paceline.comm.group.checks import (
     check_numel,
     check_peer,
     list_of_root,
-    reduction_of,
     root_of,
+    spelled_list,
+    spelled_sizes,
     splits_of,
 )
 from paceline.comm.group.monitored import pass_monitored_barrier
-from paceline.comm.group.sparse import sum_sparse
-from paceline.comm.group.staging import Joined, Staged, flat
+from paceline.comm.group.reducing import reducing_of
+from paceline.comm.group.sparse import check_sparse, spell_sparse, sum_sparse
+from paceline.comm.group.staging import Joined, Staged, flat, then_copy
 from paceline.comm.transport import Call, Steps
 
 c10d = dist.distributed_c10d
@@ -52,14 +54,22 @@ class CollectiveGroup(EngineGroup):
         return self._all_reduce(tensors, opts)
 
     def _all_reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:
-        reduction = reduction_of(opts.reduceOp, tensors[0])
-        where = line_of_caller()
-        if tensors[0].layout != torch.strided:
-            call = Call("all_reduce", tensors[0].dtype, -1, f"{reduction.name}, sparse", where)
-            return self._begin(call, sum_sparse(self.transport, call, tensors[0], reduction), opts, tensors)
-        joined = Joined(tensors)
-        call = Call("all_reduce", tensors[0].dtype, joined.flat.numel(), reduction.name, where)
-        steps = self.transport.all_reduce(call, joined.flat, reduction)
+        reducing = reducing_of(opts.reduceOp, tensors)
+        if tensors[0].layout is not torch.strided and len(tensors) == 1:
+            check_sparse(tensors[0], reducing)
+            detail = spell_sparse(tensors[0], reducing)
+            call = Call("all_reduce", tensors[0].dtype, -1, detail, line_of_caller())
+            return self._begin(call, sum_sparse(self.transport, call, tensors[0], reducing), opts, tensors)
+        joined = Joined("all_reduce", tensors)
+        values, detail = joined.flat, reducing.name
+        if reducing.factor is not None:
+            values = reducing.scale(values)
+        if len(tensors) > 1:
+            detail += f", {spelled_list([[tensor] for tensor in tensors])}"
+        call = Call("all_reduce", tensors[0].dtype, values.numel(), detail, line_of_caller())
+        steps = self.transport.all_reduce(call, values, reducing.reduction)
+        if values is not joined.flat:
+            steps = then_copy(steps, values, joined.flat)
         return self._begin(call, joined.then_back(steps), opts, tensors)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
@@ -67,12 +77,17 @@ class CollectiveGroup(EngineGroup):
         if elsewhere := self._elsewhere(tensors):
             return elsewhere.reduce(tensors, opts)
         (tensor,) = tensors
-        root, reduction = root_of(opts, self.size()), reduction_of(opts.reduceOp, tensor)
-        staged = Staged(tensors)
-        detail = f"{reduction.name}, to rank {self._ranks[root]}"
+        root, reducing = root_of(opts, self.size()), reducing_of(opts.reduceOp, tensors)
+        filled = Staged(tensors if self.rank() == root else ())
+        whole = filled.flat[0] if filled.flat else flat(tensor)
+        values = reducing.scale(whole)
+        detail = f"{reducing.name}, to rank {self._ranks[root]}"
         call = Call("reduce", tensor.dtype, tensor.numel(), detail, line_of_caller())
-        steps = self.transport.reduce(call, staged.flat[0], reduction, root)
-        return self._begin(call, staged.then_back(steps), opts, tensors)
+        steps = self.transport.reduce(call, values, reducing.reduction, root)
+        if filled.flat and values is not whole:
+            steps = then_copy(steps, values, whole)
+        steps = filled.then_back(steps)
+        return self._begin(call, steps, opts, tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         opts = opts or c10d.BroadcastOptions()
@@ -80,10 +95,11 @@ class CollectiveGroup(EngineGroup):
             return elsewhere.broadcast(tensors, opts)
         (tensor,) = tensors
         root = root_of(opts, self.size())
-        staged = Staged(tensors)
+        filled = Staged(tensors if self.rank() != root else ())
+        whole = filled.flat[0] if filled.flat else flat(tensor)
         call = Call("broadcast", tensor.dtype, tensor.numel(), f"from rank {self._ranks[root]}", line_of_caller())
-        steps = self.transport.broadcast(call, staged.flat[0], root)
-        return self._begin(call, staged.then_back(steps), opts, tensors)
+        steps = self.transport.broadcast(call, whole, root)
+        return self._begin(call, filled.then_back(steps), opts, tensors)
 
     # -- all_gather, gather, scatter -----------------------------------------------------------------------------
 
@@ -103,8 +119,12 @@ class CollectiveGroup(EngineGroup):
         if elsewhere := self._elsewhere(inputs):
             return elsewhere.allgather_coalesced(outputs, inputs, opts)
         for outputs_of_rank in outputs:
-            if [output.numel() for output in outputs_of_rank] != [mine.numel() for mine in inputs]:
-                raise ValueError("all_gather_coalesced: each rank's outputs must have the sizes of the inputs.")
+            if [(output.numel(), output.dtype) for output in outputs_of_rank] != [(t.numel(), t.dtype) for t in inputs]:
+                raise ValueError(
+                    "all_gather_coalesced: each rank's outputs must have the sizes and dtypes of the inputs."
+                )
+        if len(outputs) != self.size():
+            raise ValueError(f"all_gather_coalesced: outputs of {len(outputs)} ranks, but the group has {self.size()}.")
         by_input = [[output[index] for output in outputs] for index in range(len(inputs))]
         return self._gather_all(by_input, inputs, opts, outputs)
 
@@ -133,15 +153,15 @@ class CollectiveGroup(EngineGroup):
         outer: Staged | None = None,
     ) -> dist.Work:
         """For each of ``inputs``, gather it from all ranks into the outputs that belong to it."""
-        where = line_of_caller()
+        where, listed = line_of_caller(), spelled_list(by_input)
+        filled, flats = [Staged(outputs) for outputs in by_input], [flat(mine) for mine in inputs]
 
         def steps() -> Steps:
-            for outputs, mine in zip(by_input, inputs, strict=True):
-                sizes = [output.numel() for output in outputs]
-                detail = "" if len(set(sizes)) == 1 else f"sizes {', '.join(map(str, sizes))}"
-                each = Call("all_gather", mine.dtype, -1 if detail else mine.numel(), detail, where)
-                staged = Staged(outputs)
-                yield from staged.then_back(self.transport.all_gather(each, staged.flat, flat(mine)))
+            for staged, mine in zip(filled, flats, strict=True):
+                sizes = spelled_sizes(staged.flat)
+                detail = listed or sizes  # which are in the list too
+                each = Call("all_gather", mine.dtype, -1 if sizes else mine.numel(), detail, where)
+                yield from staged.then_back(self.transport.all_gather(each, staged.flat, mine))
 
         call = Call("all_gather", inputs[0].dtype, sum(mine.numel() for mine in inputs), "", where)
         return self._begin(call, outer.then_back(steps()) if outer else steps(), opts, result)
@@ -200,18 +220,19 @@ class CollectiveGroup(EngineGroup):
 
     def _scatter_all(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> dist.Work:
         """For each of ``outputs``, reduce what all ranks have for this rank among the inputs that belong to it."""
-        reduction, where = reduction_of(opts.reduceOp, outputs[0]), line_of_caller()
+        reducing, where, listed = reducing_of(opts.reduceOp, outputs), line_of_caller(), spelled_list(inputs)
         staged = Staged(outputs)
+        values = [[reducing.scale(piece) for piece in pieces] for pieces in inputs]
 
         def steps() -> Steps:
-            for output, pieces in zip(staged.flat, inputs, strict=True):
-                sizes = [piece.numel() for piece in pieces]
-                detail = reduction.name + ("" if len(set(sizes)) == 1 else f", sizes {', '.join(map(str, sizes))}")
-                each = Call("reduce_scatter", output.dtype, sum(sizes), detail, where)
-                yield from self.transport.reduce_scatter(each, output, pieces, reduction)
+            for output, pieces in zip(staged.flat, values, strict=True):
+                sizes = listed or spelled_sizes(pieces)
+                detail = f"{reducing.name}, {sizes}" if sizes else reducing.name
+                each = Call("reduce_scatter", output.dtype, sum(piece.numel() for piece in pieces), detail, where)
+                yield from self.transport.reduce_scatter(each, output, pieces, reducing.reduction)
 
         numel = sum(output.numel() for output in outputs) * self.size()
-        call = Call("reduce_scatter", outputs[0].dtype, numel, reduction.name, where)
+        call = Call("reduce_scatter", outputs[0].dtype, numel, reducing.name, where)
         return self._begin(call, staged.then_back(steps()), opts, outputs)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:

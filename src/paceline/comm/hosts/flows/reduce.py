@@ -47,7 +47,7 @@ class Reduce(Flow):
         self.comes_here = site.host in self._targets
         self.turns = len(site.hosts) > 2 and not site.at_once
         self._is_alone = len(site.hosts[site.host]) == 1  # so what it has needs no other memory
-        is_scaled = reduction.name == "premul_sum" or (reduction.name == "avg" and tensor.dtype in NARROW)
+        is_scaled = reduction.name == "avg" and tensor.dtype in NARROW
         self._sends_as_is = self._is_alone and not is_scaled and (self._takes or not self.turns)
         self._own: dict[int, Tensor] = {}
 

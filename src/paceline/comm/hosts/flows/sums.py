@@ -32,7 +32,7 @@ def sum_hosts(output: Tensor, parts: Sequence[Tensor], reduction: Reduction, siz
     if reduction.name == "avg" and output.dtype in NARROW:
         output.copy_(_sum_in_float(parts).div_(_scale(size) * size))
         return
-    reduce_into(output, parts, _SUM if reduction.name in ("avg", "premul_sum") else reduction)
+    reduce_into(output, parts, _SUM if reduction.name == "avg" else reduction)
     if reduction.name == "avg":
         divide(output, size)
 
