@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.comm import make
+from paceline.comm import make_hier
 from paceline.comm.hosts.post import Post
 from paceline.comm.hosts.transport import Hierarchical
 from paceline.comm.memory.transport import SharedMemory
@@ -129,7 +129,7 @@ def reduce_in_many_ways(world, numels):
 
 def streaming_group():
     """A group with small buffers, so that little suffices to stream through them; smallest on the first host."""
-    make.BUFFER_BYTES = 1 << (14 + dist.group.WORLD.transport._site.host)
+    make_hier.BUFFER_BYTES = 1 << (14 + dist.group.WORLD.transport._site.host)
     return dist.new_group(backend="hier")
 
 
@@ -444,7 +444,7 @@ def test_a_rank_that_ends_too_early_is_said_to_have_left():
 
 def be_slow_to_join(world):
     if world.rank == 1:
-        make.Post = lambda rank: time.sleep(3) or Post(rank)
+        make_hier.Post = lambda rank: time.sleep(3) or Post(rank)
     try:
         dist.new_group(timeout=timedelta(seconds=1), backend="hier")
     except (RendezvousError, CommunicationError) as error:

@@ -293,3 +293,18 @@ def test_a_rank_that_keeps_company_is_told_when_the_live_one_fails():
     with pytest.raises(RankError) as raised:
         run_ranks(2, killed)
     assert "ValueError: no more" in str(raised.value)
+
+
+def edited_while_one_has_joined(world):
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    with model.join():
+        for k in range(1 if world.rank == 0 else 4):
+            if k == 2 and world.rank == 2:
+                with torch.no_grad():
+                    model.module.bias += 1.0
+            model(torch.ones(1, 2)).sum().backward()
+
+
+def test_drift_among_the_live_ranks_is_named_and_who_has_run_out_does_not_count():
+    for error in expect_errors(3, edited_while_one_has_joined):
+        assert "'bias' differs on rank 2 from rank 1." in error

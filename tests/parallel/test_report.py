@@ -22,23 +22,8 @@ from paceline import DistributedDataParallel
 from paceline.errors import ObserverError
 from paceline.parallel.report import size_text
 from paceline.timeline import Event, Timeline
+from support.models import TwoLayers, inputs
 from support.ranks import expect_errors, run_ranks
-
-
-class TwoLayers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(1, 1, bias=False)
-        self.second = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(self.first.weight)
-        nn.init.ones_(self.second.weight)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def inputs(world):
-    return torch.ones(1, 1) * (world.rank + 1)
 
 
 def wrap(module, **kwargs):

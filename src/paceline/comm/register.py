@@ -36,7 +36,7 @@ def _make_shm(options: Any, _: object) -> dist.ProcessGroup:
 
 
 def _make_hier(options: Any, _: object) -> dist.ProcessGroup:
-    from paceline.comm.make import make_hier
+    from paceline.comm.make_hier import make_hier
 
     return make_hier(options)
 

@@ -26,8 +26,9 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup,
         received = torch.split(flat, [piece.numel() for piece in pieces])
         for tensor, piece in zip(chunk, received, strict=True):
             # Through .data, which leaves the version alone: a graph that saved the buffer, of a forward before this
-            # one, can still run backward. A piece may start where its dtype cannot be read, so it is copied first.
-            tensor.data.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+            # one, can still run backward. A piece that starts where its dtype cannot be read is copied first.
+            is_aligned = piece.storage_offset() % tensor.element_size() == 0
+            tensor.data.copy_((piece if is_aligned else piece.clone()).view(tensor.dtype).view(tensor.shape))
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -68,17 +68,25 @@ class DriftWatch:
         else:
             self._samples = joined.cpu()
 
+    def look_away(self) -> None:
+        """Have no samples in this round: this rank's weights have been left behind, under ``join``."""
+        self._sampled, self._sizes, self._arrival = [], [], None
+        self._samples = torch.empty(0, dtype=torch.uint8)
+
     def digest(self) -> bytes:
         """Of the samples taken last. At the end of backward they have long arrived."""
         return digest_of(self._bytes())
 
     def explain(self, names: Sequence[str], params: Sequence[Tensor], group: dist.ProcessGroup) -> NoReturn:
         """Raise on every rank, naming the first parameter that differs, and the ranks. A collective call."""
-        everyones = all_gather_object(self._bytes(), group)
-        ranks = dist.get_process_group_ranks(group)
+        told = all_gather_object((self._sampled, self._sizes, self._bytes()), group)
+        told_by = {
+            rank: theirs for rank, theirs in zip(dist.get_process_group_ranks(group), told, strict=True) if theirs[0]
+        }
+        ranks, everyones = list(told_by), [theirs for _, _, theirs in told_by.values()]
+        sampled, sizes, _ = next(iter(told_by.values()))  # alike on all that have looked
         start = 0
-        sizes = self._sizes if len({len(theirs) for theirs in everyones}) == 1 else []
-        for index, size in zip(self._sampled, sizes, strict=False):
+        for index, size in zip(sampled, sizes, strict=True):
             samples = [theirs[start : start + size] for theirs in everyones]
             start += size
             usual = Counter(samples).most_common(1)[0][0]
@@ -97,10 +105,7 @@ class DriftWatch:
                 "changed there alone, by an edit, a checkpoint, or an optimizer step that others did not make. Change "
                 "weights on every rank alike; to go on from here, load one checkpoint on all of them."
             )
-        raise ReplicaMismatchError(
-            "the replicas have drifted apart: some ranks' weights differ from the others', in parameters that the "
-            "ranks no longer hold in the same order. Change the model on every rank alike."
-        )
+        raise AssertionError("digests differed, and samples do not")
 
     def _bytes(self) -> bytes:
         if self._arrival is not None:

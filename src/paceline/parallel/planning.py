@@ -1,54 +1,95 @@
-"""From a plan to buckets: which kind of bucket carries which gradients.
+"""The plan that is in force: in which order gradients are expected, and in which buckets they travel.
 
-The invariant: all ranks make the same buckets of the same parameters, since all that counts here is the same on them.
+The invariant: all ranks make the same buckets of the same parameters, since all that counts here is the same on them:
+the order, who trains, what kinds the parameters are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from paceline.comm.memory.averages import Averages
-from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, SparseBucket, layout_of
+from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, layout_of
 from paceline.parallel.comm_hooks import Hook, HookedBucket
+from paceline.parallel.fields import kinds, trainable
 from paceline.parallel.registry import Registry
+from paceline.parallel.sparse_bucket import SparseBucket
 from paceline.plan import ParamSpec, plan_buckets
 
 
-def make_buckets(
-    registry: Registry,
-    indices: Sequence[int],
-    *,
-    world_size: int,
-    caps_bytes: Sequence[int],
-    averages: Averages | None,
-    hook: tuple[Any, Hook] | None,
-) -> list[Bucket]:
-    """Buckets for the parameters ``indices``, in the order in which their gradients arrive.
+class Planner:
+    """Makes buckets for the parameters of ``registry``.
 
     Args:
+        caps_bytes: of the buckets, in turn; see ``plan_buckets``.
         averages: of gradients that lie in memory which the ranks share, if they share any.
-        hook: a communication hook and its state, which averages all but sparse gradients.
+
+    Attributes:
+        hook: a communication hook and its state, which averages all planned gradients that are not sparse.
+        is_learnt: whether the order is that in which gradients have arrived.
+        trainable, kinds: of the parameters, when the plan was made.
+        buckets: in the order of launches.
+        place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
+            step, and Python's hash of a tensor is slow.
     """
-    specs = []
-    for index in indices:
-        param = registry.params[index]
-        kind, sparse = f"{param.dtype} {param.device}", index in registry.sparse
-        specs.append(ParamSpec(index, param.numel(), param.element_size(), kind, sparse))
-    plan = plan_buckets(specs, caps_bytes=caps_bytes).buckets
 
-    def make(number: int, members: list[Member]) -> Bucket:
-        if members[0].index in registry.sparse:
-            return SparseBucket(number, members, world_size)
-        if hook is not None:
-            return HookedBucket(number, members, world_size, *hook, is_last=number == len(plan) - 1)
-        if averages is not None and members[0].param.numel():
-            return SharedBucket(number, members, world_size, averages)
-        return DenseBucket(number, members, world_size)
+    def __init__(
+        self, registry: Registry, world_size: int, caps_bytes: Sequence[int], averages: Averages | None
+    ) -> None:
+        self.caps_bytes = tuple(caps_bytes)
+        self.hook: tuple[Any, Hook] | None = None
+        self._registry = registry
+        self._world_size = world_size
+        self._averages = averages
+        self.forget_order()
+        self.plan()
 
-    buckets = []
-    for number, indices_of in enumerate(plan):
-        members = [
-            Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
-            for index in indices_of
-        ]
-        buckets.append(make(number, members))
-    return buckets
+    def plan(self) -> None:
+        """For the parameters that train now."""
+        params = self._registry.params
+        self.trainable, self.kinds = trainable(params), kinds(params)
+        self.buckets = self.buckets_of([index for index in self._order if self.trainable[index]], self.hook)
+        self.place_of = {id(m.param): (m.index, bucket) for bucket in self.buckets for m in bucket.members}
+
+    def forget_order(self) -> None:
+        """Expect gradients last first, which is as far as can be told before any has arrived."""
+        self._order = list(range(len(self._registry.params)))[::-1]
+        self.is_learnt = False
+
+    def learn_order(self, arrived: Collection[int], group: dist.ProcessGroup) -> None:
+        """Expect gradients as they have arrived on the first rank. A collective call."""
+        rest = [index for index in self._order if index not in arrived]
+        order = torch.tensor([*arrived, *rest], dtype=torch.int64)
+        dist.broadcast(order, group=group, group_src=0)
+        self._order = order.tolist()
+        self.is_learnt = True
+
+    def buckets_of(self, indices: Sequence[int], hook: tuple[Any, Hook] | None = None) -> list[Bucket]:
+        """For the parameters ``indices``, in the order in which their gradients arrive."""
+        registry = self._registry
+        specs = []
+        for index in indices:
+            param = registry.params[index]
+            kind, sparse = f"{param.dtype} {param.device}", index in registry.sparse
+            specs.append(ParamSpec(index, param.numel(), param.element_size(), kind, sparse))
+        plan = plan_buckets(specs, caps_bytes=self.caps_bytes).buckets
+
+        def make(number: int, members: list[Member]) -> Bucket:
+            if members[0].index in registry.sparse:
+                return SparseBucket(number, members, self._world_size)
+            if hook is not None:
+                return HookedBucket(number, members, self._world_size, *hook, is_last=number == len(plan) - 1)
+            if self._averages is not None and members[0].param.numel():
+                return SharedBucket(number, members, self._world_size, self._averages)
+            return DenseBucket(number, members, self._world_size)
+
+        buckets = []
+        for number, indices_of in enumerate(plan):
+            members = [
+                Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
+                for index in indices_of
+            ]
+            buckets.append(make(number, members))
+        return buckets

@@ -20,7 +20,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,11 +32,11 @@ from paceline.parallel.comm_hooks import Hook
 from paceline.parallel.control import NO_DIGEST, Control, PendingControl
 from paceline.parallel.drift import DriftWatch
 from paceline.parallel.explain import Explained
-from paceline.parallel.fields import have_grad, kinds, trainable
+from paceline.parallel.fields import have_grad, kinds
 from paceline.parallel.hooks import GradientHooks, weakly
 from paceline.parallel.in_backward import step_in_backward
 from paceline.parallel.messages import Messages
-from paceline.parallel.planning import make_buckets
+from paceline.parallel.planning import Planner
 from paceline.parallel.registry import Registry
 from paceline.parallel.report import Report, report_of
 from paceline.parallel.rounds import Round, opener
@@ -64,8 +63,7 @@ class Reducer:
         counts: what has happened so far.
         witness: tells observers, if there are any.
         number: in the order in which reducers were made, which is the same on all ranks.
-        place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
-            step, and Python's hash of a tensor is slow.
+        planner: has the plan that is in force.
     """
 
     def __init__(
@@ -80,25 +78,22 @@ class Reducer:
         self._world_size = dist.get_world_size(channels.gradients)
         self.steps_in_backward = False
         self.num_live = self._world_size
-        self._caps_bytes = caps_bytes
         self._drift = DriftWatch() if detects_drift else None
-        self._hook: tuple[Any, Hook] | None = None
         self._round: Round | None = None
         self._failure = ""
         self._messages = Messages(registry, channels.control)
         self._hooks = GradientHooks(self._arrived)
-        self._order = _last_first(registry)
-        self._order_is_learnt = False
         self._expected = [True] * len(registry.params)
-        self._plan()
+        self.planner = Planner(registry, self._world_size, caps_bytes, channels.averages)
+        self._follow_parameters()
         registry.on_newcomer = weakly(self._follow_parameters)
         _living.add(self)
 
     def use_hook(self, state: object, hook: Hook, *, keeps_replicas_equal: bool) -> None:
         """Have ``hook(state, bucket)`` average all planned gradients that are not sparse. Once."""
-        if self._hook is not None:
+        if self.planner.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._hook = state, hook
+        self.planner.hook = state, hook
         if not keeps_replicas_equal:
             self._drift = None
         self._replan()
@@ -118,13 +113,13 @@ class Reducer:
             dist.get_rank(),
             self._world_size,
             dist.get_backend(self._channels.gradients),
-            caps_bytes=tuple(self._caps_bytes),
-            buckets=report_of(self._buckets, names),
+            caps_bytes=self.planner.caps_bytes,
+            buckets=report_of(self.planner.buckets, names),
             num_rounds=counts.rounds,
             num_replans=counts.replans,
             num_late=counts.late,
             num_unplanned=counts.unplanned,
-            unused=tuple(names[i] for bucket in self._buckets for i in bucket.indices if not self._expected[i]),
+            unused=tuple(names[i] for bucket in self.planner.buckets for i in bucket.indices if not self._expected[i]),
             detects_drift=self._drift is not None,
             measured=measured,
         )
@@ -153,15 +148,15 @@ class Reducer:
         if self._round is not None and not self._round.is_abandoned():
             return self._round
         self._check_usable()
-        if kinds(self._registry.params) != self._planned_kinds:  # the model was cast or moved
+        if kinds(self._registry.params) != self.planner.kinds:  # the model was cast or moved
             self._replan()
-        for bucket in self._buckets:
+        for bucket in self.planner.buckets:
             bucket.prepare(self._expected)
         preexisting = set(itertools.compress(itertools.count(), have_grad(self._registry.params)))
         if self._drift is not None:
             self._drift.look(self._registry.params, self.counts.rounds)
         if self.witness is not None:
-            self.witness.begin(self.counts.rounds, self._buckets, self._registry.names)
+            self.witness.begin(self.counts.rounds, self.planner.buckets, self._registry.names)
         self._round = Round(preexisting, self, self._hooks.close_gate)
         self._hooks.open_gate()
         return self._round
@@ -182,7 +177,7 @@ class Reducer:
         if current.is_ready:
             self._launch_complete(current)
         self._take_noted(current)
-        if not param.is_cpu and (place := self.place_of.get(id(param))) is not None:
+        if not param.is_cpu and (place := self.planner.place_of.get(id(param))) is not None:
             place[1].note_stream(param)
         bucket = self._count([param], current)
         if bucket is not None and bucket.num_missing == 0:
@@ -203,7 +198,7 @@ class Reducer:
 
     def _warn_of_departed(self, params: Iterable[Parameter]) -> None:
         for param in params:
-            if id(param) not in self.place_of:
+            if id(param) not in self.planner.place_of:
                 self._registry.warn_of_departed(param)
 
     def _count(self, params: Iterable[Parameter], current: Round) -> Bucket | None:
@@ -223,12 +218,12 @@ class Reducer:
         return bucket
 
     def _place(self, param: Parameter) -> tuple[int, Bucket | None]:
-        return self.place_of.get(id(param), _NOWHERE)
+        return self.planner.place_of.get(id(param), _NOWHERE)
 
     def _follow_parameters(self) -> None:
         """Hook all parameters; be told at once of the last that is expected in each bucket, and of all on GPUs."""
         chosen = {id(param) for param in self._registry.params if not param.is_cpu}
-        for bucket in self._buckets:
+        for bucket in self.planner.buckets:
             expected = [member.param for member in bucket.members if self._expected[member.index]]
             chosen.add(id((expected or [bucket.members[-1].param])[-1]))
         self._hooks.follow(self._registry.present(), chosen)
@@ -238,8 +233,8 @@ class Reducer:
         current.is_ready = False
         if self.witness is not None:
             self.witness.look()
-        while current.num_launched < len(self._buckets):
-            bucket = self._buckets[current.num_launched]
+        while current.num_launched < len(self.planner.buckets):
+            bucket = self.planner.buckets[current.num_launched]
             if bucket.num_missing > 0 and not everything:
                 return
             self._launch(bucket, current, self.witness)
@@ -264,7 +259,7 @@ class Reducer:
         if self.witness is not None:
             self.witness.begin_wait()
         self._launch_complete(self._round, everything=True)
-        self._round.pending = self._send_control(self._buckets, is_shadow=self._round.is_shadow)
+        self._round.pending = self._send_control(self.planner.buckets, is_shadow=self._round.is_shadow)
 
     @torch.no_grad()
     def finish_round(self) -> None:
@@ -275,8 +270,10 @@ class Reducer:
         self._hooks.close_gate()
         self._failure = "the backward before this one failed while gradients were being averaged"
         try:
-            control = self._collect(self._buckets, current.pending)
-            planned = set(map(self._registry.names.__getitem__, itertools.chain(*(b.indices for b in self._buckets))))
+            control = self._collect(self.planner.buckets, current.pending)
+            planned = set(
+                map(self._registry.names.__getitem__, itertools.chain(*(b.indices for b in self.planner.buckets)))
+            )
             bases: dict[int, torch.Tensor] = {}
             was_changed = control.is_changed
             if was_changed:
@@ -318,10 +315,12 @@ class Reducer:
         self._check_usable()
         for param in self._registry.params:
             param.grad = None
-        for bucket in self._buckets:
+        for bucket in self.planner.buckets:
             bucket.prepare(self._expected)
+        if self._drift is not None:
+            self._drift.look_away()
         if self.witness is not None:
-            self.witness.begin(self.counts.rounds, self._buckets, self._registry.names)
+            self.witness.begin(self.counts.rounds, self.planner.buckets, self._registry.names)
         self._round = Round(set(), self, self._hooks.close_gate, is_shadow=True)
         self.send_rest()
 
@@ -330,7 +329,7 @@ class Reducer:
         if self.witness is not None:
             self.witness.sent_control()
         weights = None if is_shadow else NO_DIGEST if self._drift is None else self._drift.digest()
-        return self._messages.send(buckets, self.place_of, self._planned_kinds, weights)
+        return self._messages.send(buckets, self.planner.place_of, self.planner.kinds, weights)
 
     def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
         """Wait for ``buckets`` and the control message; average what came late; hand out the averages."""
@@ -366,10 +365,11 @@ class Reducer:
         return control
 
     def _update_plan(self, current: Round) -> None:
-        if not self._order_is_learnt:
-            self._learn_order(current)
+        if not self.planner.is_learnt:
+            with self._explained(None):
+                self.planner.learn_order(current.arrived, self._channels.control)
             self._replan()
-        elif self._messages.trainable != self._planned_trainable:
+        elif self._messages.trainable != self.planner.trainable:
             self._replan()
 
     def _agree_anew(self, planned: set[str]) -> tuple[Control, dict[int, torch.Tensor]]:
@@ -386,7 +386,7 @@ class Reducer:
         registry = self._registry
         before = dict(zip(registry.names, registry.params, strict=True))
         num_new = registry.agree_anew(self._channels.control)
-        self._order, self._order_is_learnt = _last_first(registry), False
+        self.planner.forget_order()
         self._expected = [True] * len(registry.params)
         self._replan()
         control = self._hear(self._send_control([], is_shadow=False))
@@ -409,7 +409,7 @@ class Reducer:
             return
         self.counts.unplanned += 1
         before = None if self.witness is None else self.witness.now()
-        buckets = self._make_buckets(unplanned, hook=None)
+        buckets = self.planner.buckets_of(unplanned)
         for bucket in buckets:
             self._launch(bucket, current)
         for bucket in buckets:
@@ -424,41 +424,13 @@ class Reducer:
             bucket.rescale(self._world_size / self.num_live)
         bucket.give(control.used)
 
-    # -- the plan ------------------------------------------------------------------------------------------------
-
     def _replan(self) -> None:
-        self._plan()
+        """Plan for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
+        self.planner.plan()
+        self._follow_parameters()
         self.counts.replans += 1
         if self.witness is not None:
-            self.witness.replanned(self.counts.rounds, self._buckets, self._registry.names)
-
-    def _plan(self) -> None:
-        """Plan buckets for the parameters that train now. The same on all ranks: so are order, flags and kinds."""
-        params = self._registry.params
-        self._planned_trainable, self._planned_kinds = trainable(params), kinds(params)
-        planned = [index for index in self._order if self._planned_trainable[index]]
-        self._buckets = self._make_buckets(planned, self._hook)
-        self.place_of = {id(m.param): (m.index, bucket) for bucket in self._buckets for m in bucket.members}
-        self._follow_parameters()
-
-    def _make_buckets(self, indices: Sequence[int], hook: tuple[Any, Hook] | None) -> list[Bucket]:
-        return make_buckets(
-            self._registry,
-            indices,
-            world_size=self._world_size,
-            caps_bytes=self._caps_bytes,
-            averages=self._channels.averages,
-            hook=hook,
-        )
-
-    def _learn_order(self, current: Round) -> None:
-        """Once: order parameters as their gradients arrived on the first rank. A collective call."""
-        rest = [index for index in self._order if index not in current.arrived]
-        order = torch.tensor([*current.arrived, *rest], dtype=torch.int64)
-        with self._explained(None):
-            dist.broadcast(order, group=self._channels.control, group_src=0)
-        self._order = order.tolist()
-        self._order_is_learnt = True
+            self.witness.replanned(self.counts.rounds, self.planner.buckets, self._registry.names)
 
     # -- errors --------------------------------------------------------------------------------------------------
 
@@ -486,10 +458,5 @@ def collect_abandoned(params: Iterable[Parameter]) -> None:
     another time.
     """
     ids = {id(param) for param in params}
-    if any(not ids.isdisjoint(reducer.place_of) for reducer in _living):
+    if any(not ids.isdisjoint(reducer.planner.place_of) for reducer in _living):
         gc.collect()
-
-
-def _last_first(registry: Registry) -> list[int]:
-    """The order in which gradients arrive, as far as can be told before any has: the reverse of the model's."""
-    return list(range(len(registry.params)))[::-1]

@@ -13,7 +13,8 @@ from typing import NamedTuple, NoReturn, TypeAlias
 import torch
 
 from paceline.errors import ObserverError
-from paceline.parallel.bucket import Bucket, SparseBucket
+from paceline.parallel.bucket import Bucket
+from paceline.parallel.sparse_bucket import SparseBucket
 from paceline.timeline import Event, Kind, Observer
 
 Moment: TypeAlias = float | torch.cuda.Event
