@@ -27,9 +27,10 @@ def start(arguments: Sequence[str], *, env: Mapping[str, str | None] | None = No
     kept = {name: value for name, value in changed.items() if value is not None}
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
-    # The tests may run in the background, where a shell has SIGINT ignored.
+    # The tests may run in the background, where a shell has SIGINT ignored, and nohup SIGHUP.
     def heed_interrupts() -> None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        for signum in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
 
     return subprocess.Popen(list(arguments), env=kept, preexec_fn=heed_interrupts, **{**pipes, **options})
 
