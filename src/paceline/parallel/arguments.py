@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import UninitializedParameter
 
 from paceline.errors import PlanError, WorldError
-from paceline.plan.buckets import CAP_BYTES, FIRST_CAP_BYTES, SHARED_CAP_BYTES
+from paceline.plan.buckets import CAP_BYTES, CPU_CAP_BYTES, FIRST_CAP_BYTES, SHARED_CAP_BYTES
 
 _MIB = 1 << 20
 
@@ -107,12 +107,14 @@ class Caps:
             raise PlanError(f"bucket_cap_mb_list={list(mb_list)}: expected MiB, none less than 0.")
         self._mib = list(mb_list) if mb_list else None if mb is None else [mb]
 
-    def in_bytes(self, *, is_shared: bool) -> list[int]:
+    def in_bytes(self, device_type: str, *, is_shared: bool) -> list[int]:
         """Args:
-        is_shared: whether gradients lie in memory that the ranks share.
+        device_type: where the gradients are.
+        is_shared: whether they lie in memory that the ranks share.
         """
         if self._mib is None:
-            return [FIRST_CAP_BYTES, SHARED_CAP_BYTES if is_shared else CAP_BYTES]
+            best = SHARED_CAP_BYTES if is_shared else CPU_CAP_BYTES if device_type == "cpu" else CAP_BYTES
+            return [FIRST_CAP_BYTES, best]
         return [int(cap * _MIB) for cap in self._mib]
 
 

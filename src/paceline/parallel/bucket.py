@@ -4,6 +4,11 @@ The invariant: autograd never accumulates into memory that a reduction is writin
 its bucket, ``param.grad`` becomes None; what autograd brings after that is *late*, arrives alone in fresh memory, and
 is averaged by itself and added, since averaging is linear. When the round ends, ``param.grad`` is the bucket's memory.
 
+[Note: at once] A huge gradient is copied as soon as it arrives, while the cache still has it, and its memory serves
+for the next. Were they kept until the bucket is complete, the C library would give that memory back to the system in
+each step and fetch it again, which took a tenth of the step of an MLP over Gloo. A small one waits: to be told of each
+costs more.
+
 [Note: whose gradient] Two kinds of tensor may be ``param.grad`` when a bucket is packed. One that autograd has just
 made belongs to nobody else and is dropped. One that was there before the backward is somebody's: it may be held by a
 list, or lie in a buffer that an optimizer made. It gets the average too and stays ``param.grad``, as in torch. Likewise
@@ -31,6 +36,7 @@ _is_none = functools.partial(operator.is_, None)
 # What sys.getrefcount(views[i]) gives when nobody else has the view: the list, and the argument.
 _OWN_REFERENCES = 2
 _LARGE_NUMEL = 1 << 14
+_HUGE_NUMEL = 1 << 16
 
 
 @dataclass
@@ -68,6 +74,13 @@ class Bucket(ABC):
         """Remember the CUDA stream on which a gradient came, if it is one."""
         if param.is_cuda:
             self._streams.add(torch.cuda.current_stream(param.device))
+
+    def at_once(self) -> list[torch.nn.Parameter]:
+        """The members whose gradients are best taken as soon as they arrive."""
+        return []
+
+    def take(self, index: int, preexisting: Collection[int]) -> None:  # noqa: B027
+        """Take the gradient of one member that has just arrived, if it is one of those."""
 
     @abstractmethod
     def pack(self, preexisting: Collection[int]) -> None:
@@ -141,13 +154,35 @@ class DenseBucket(Bucket):
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
         self._kept: dict[int, Tensor] = {}  # by position: gradients that are somebody's [Note: whose gradient]
+        self._huge = {m.index: at for at, m in enumerate(members) if m.param.is_cpu and m.param.numel() >= _HUGE_NUMEL}
+        self._taken: set[int] = set()  # positions of members taken since the round began
         self._work: dist.Work | None = None
+
+    def prepare(self, expected: Sequence[bool]) -> None:
+        super().prepare(expected)
+        self._taken.clear()
+
+    def at_once(self) -> list[torch.nn.Parameter]:
+        return [self._params[position] for position in self._huge.values()]
+
+    def take(self, index: int, preexisting: Collection[int]) -> None:
+        position = self._huge.get(index)
+        if position is None or index in preexisting:
+            return
+        grad = self._params[position].grad
+        if grad is None or grad.layout != torch.strided:
+            return
+        if not self._taken:
+            self._make_room()
+        self._params[position].grad = None
+        self._taken.add(position)
+        self.contributors.add(index)
+        self._fill([self._views[position]], [grad], [])
 
     def pack(self, preexisting: Collection[int]) -> None:
         self._join_streams()
-        if self._flat is None or self._is_held():
-            self._flat = self._allocate()
-            self._views = self._carve(self._flat)
+        if not self._taken:
+            self._make_room()
         grads = list(map(_grad_of, self._params))
         for param in self._params:
             param.grad = None
@@ -163,6 +198,10 @@ class DenseBucket(Bucket):
         """``pack`` where some gradients have not arrived, or are sparse, or somebody's."""
         sources, targets, in_place, absent = [], [], [], []
         for position, (member, view, grad) in enumerate(zip(self.members, self._views, grads, strict=True)):
+            if position in self._taken:
+                if grad is not None:  # once more, since it was taken
+                    view.add_(_dense(grad), alpha=1 / self.world_size if self.divides else 1)
+                continue
             if grad is None:
                 absent.append(view)
                 continue
@@ -198,6 +237,12 @@ class DenseBucket(Bucket):
             except RuntimeError:  # c10d's own MPI has none
                 return
             future.add_done_callback(tell)
+
+    def _make_room(self) -> None:
+        """See to memory for the round's gradients, in which nobody else holds any."""
+        if self._flat is None or self._is_held():
+            self._flat = self._allocate()
+            self._views = self._carve(self._flat)
 
     def _allocate(self) -> Tensor:
         device, dtype = self.members[0].param.device, self.members[0].param.dtype

@@ -5,11 +5,15 @@ another, while the model's own collectives (those of SyncBatchNorm, say) come in
 their order within a group. So that no two ranks ever pair a bucket with something else, a reducer of CPU tensors has
 a group to itself. On GPUs two NCCL communicators at once may deadlock, so gradients use the caller's group there, as
 torch's do, with torch's condition: collectives of the model's own backward, and several wrappers, must come in the same
-order on all ranks. Only the control message, which the host reads, gets a Gloo group of its own there: reading it never
+order on all ranks. Only the control message, which the host reads, gets a group for CPU tensors there: reading it never
 waits for a CUDA stream.
 
+[Note: control in memory] Every rank waits for the control message at the end of each backward, and a round trip of
+Gloo's may take a millisecond or two where cores are busy. So where the ranks share a host's memory, control goes there,
+whatever gradients travel over.
+
 A group cannot be closed by one rank while another still listens to it, and garbage is collected on each rank in its
-own time. So a wrapper that is gone only retires its group; the next wrapper takes one that *all* ranks have retired.
+own time. So a wrapper that is gone only retires its groups; the next wrapper takes those that *all* ranks have retired.
 """
 
 import weakref
@@ -22,9 +26,34 @@ import torch.distributed as dist
 
 from paceline.comm.group import CollectiveGroup
 from paceline.comm.memory.averages import Averages
+from paceline.comm.memory.opening import myself
+from paceline.rendezvous import Peer
+from paceline.world.placing import choose_cpu_backend
 
-# Groups whose reducer is gone, by the group they belong to and their own name.
-_retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+@dataclass(frozen=True)
+class _Groups:
+    """What a wrapper of CPU tensors talks over; the same group twice where one does for both."""
+
+    gradients: dist.ProcessGroup
+    control: dist.ProcessGroup
+
+
+# Those whose reducer is gone, by the group they belong to and their control's own name.
+_retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]]" = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank brings when channels are opened.
+
+    Attributes:
+        retired: the names of the groups that it could use again.
+        peer: where it runs.
+    """
+
+    retired: tuple[str, ...]
+    peer: Peer
 
 
 @dataclass
@@ -42,44 +71,55 @@ class Channels:
     is_idle: bool = True
 
 
-def retired_names(parent: dist.ProcessGroup) -> list[str]:
-    """The names of the groups that this rank could use again."""
-    return sorted(_retired.get(parent, {}))
+def make_offer(parent: dist.ProcessGroup) -> Offer:
+    """What this rank brings to ``open_channels``."""
+    return Offer(tuple(_retired.get(parent, {})), myself())
 
 
-def open_channels(
-    parent: dist.ProcessGroup, device_type: str, offers: Sequence[Sequence[str]], owner: object
-) -> Channels:
+def open_channels(parent: dist.ProcessGroup, device_type: str, offers: Sequence[Offer], owner: object) -> Channels:
     """A collective call of all ranks in ``parent``.
 
     Args:
-        offers: each rank's ``retired_names``.
+        offers: each rank's.
         owner: the channels are retired when it is gone.
     """
-    common = set(offers[0]).intersection(*offers[1:])
-    if common:
-        group = _retired[parent].pop(min(common))
-    else:
-        ranks = dist.get_process_group_ranks(parent)
-        backend = _cpu_backend(parent)
-        group = dist.new_group(ranks, timeout=_timeout(parent), backend=backend, use_local_synchronization=True)
     is_on_cpu = device_type == "cpu"
+    common = set(offers[0].retired).intersection(*(offer.retired for offer in offers[1:]))
+    if common:
+        groups = _retired[parent].pop(min(common))
+    else:
+        groups = _new_groups(parent, is_on_cpu, [offer.peer for offer in offers])
     channels = Channels(
-        group if is_on_cpu else parent,
-        group,
-        group.averages() if is_on_cpu and isinstance(group, CollectiveGroup) else None,
+        groups.gradients if is_on_cpu else parent,
+        groups.control,
+        groups.gradients.averages() if is_on_cpu and isinstance(groups.gradients, CollectiveGroup) else None,
     )
-    weakref.finalize(owner, _retire, weakref.ref(parent), channels)
+    weakref.finalize(owner, _retire, weakref.ref(parent), groups, channels)
     return channels
 
 
-def _retire(parent: "weakref.ref[dist.ProcessGroup]", channels: Channels) -> None:
+def _new_groups(parent: dist.ProcessGroup, is_on_cpu: bool, peers: Sequence[Peer]) -> _Groups:
+    ranks = dist.get_process_group_ranks(parent)
+
+    def new_group(backend: str) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout_of(parent), backend=backend, use_local_synchronization=True
+        )
+        return group
+
+    backend = cpu_backend_of(parent)
+    control_backend = "shm" if backend == "gloo" and choose_cpu_backend(peers) == "shm" else backend
+    control = new_group(control_backend)
+    return _Groups(new_group(backend) if is_on_cpu and control_backend != backend else control, control)
+
+
+def _retire(parent: "weakref.ref[dist.ProcessGroup]", groups: _Groups, channels: Channels) -> None:
     owner = parent()
     if owner is not None and channels.is_idle:
-        _retired.setdefault(owner, {})[channels.control.group_name] = channels.control
+        _retired.setdefault(owner, {})[groups.control.group_name] = groups
 
 
-def _cpu_backend(parent: dist.ProcessGroup) -> str:
+def cpu_backend_of(parent: dist.ProcessGroup) -> str:
     """The backend that ``parent`` has for CPU tensors; Gloo where it has none."""
     try:
         name = str(parent._get_backend(torch.device("cpu")).name()).lower()
@@ -88,7 +128,8 @@ def _cpu_backend(parent: dist.ProcessGroup) -> str:
     return "cpu:mpi" if name == "mpi" else name  # for plain "mpi", c10d refuses what only the members call
 
 
-def _timeout(parent: dist.ProcessGroup) -> timedelta | None:
+def timeout_of(parent: dist.ProcessGroup) -> timedelta | None:
+    """How long its collectives wait; None where it does not tell."""
     for device in ("cpu", "cuda"):
         try:
             options = parent._get_backend(torch.device(device)).options

@@ -22,7 +22,7 @@ from paceline.errors import ReductionError
 from paceline.parallel import arguments
 from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.buffers import copy_buffers
-from paceline.parallel.channels import open_channels, retired_names
+from paceline.parallel.channels import make_offer, open_channels
 from paceline.parallel.comm_hooks import Hook, builtin_hook, check_hook
 from paceline.parallel.compiling import not_compiled
 from paceline.parallel.in_backward import take_over
@@ -436,9 +436,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if dist.get_world_size(group) == 1 and not self._comm_hooks:
             return
         collect_abandoned(self.module.parameters())
-        told = self._registry.agree(group, extra=(retired_names(group), self._detect_drift))
-        self._channels = open_channels(group, self.device_type, [names for names, _ in told], owner=self._registry)
-        caps_bytes = self._caps.in_bytes(is_shared=self._channels.averages is not None)
+        told = self._registry.agree(group, extra=(make_offer(group), self._detect_drift))
+        self._channels = open_channels(group, self.device_type, [offer for offer, _ in told], owner=self._registry)
+        caps_bytes = self._caps.in_bytes(self.device_type, is_shared=self._channels.averages is not None)
         detects_drift = all(wanted for _, wanted in told)
         self._reducer = Reducer(self._registry, self._channels, caps_bytes, detects_drift=detects_drift)
         self._reducer.sync = self._sync

@@ -10,6 +10,7 @@ The invariant: all ranks sample the same elements in the same round, in the orde
 its strides.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
@@ -26,12 +27,46 @@ _MOST_TURNS = 8
 _AT_ONCE = 16  # parameters that are sampled in each round, at least
 _NUM_SAMPLED = 64
 _STEP = 7919  # a prime: where sampling begins wanders over all of a tensor
+_NUM_LOOKS = 16  # through one window, before it is moved
+_address_of = operator.methodcaller("data_ptr")
+
+
+class _Windows:
+    """On elements of some parameters, as bytes, for several rounds: to cut one costs more than to look through it."""
+
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], position: int) -> None:
+        self.indices = [i for i in indices if params[i].layout == torch.strided and params[i].numel()]
+        self.position = position
+        self._addresses = _addresses_of(self.indices, params)
+        samples = [_sample(params[i], position) for i in self.indices]
+        self.sizes = [sample.numel() for sample in samples]
+        self._devices = {sample.device for sample in samples}
+        # Of a tensor whose elements do not lie side by side, a sample may be a copy.
+        self._views = [
+            sample if params[i].is_contiguous() else None for i, sample in zip(self.indices, samples, strict=True)
+        ]
+
+    def show(self, params: Sequence[Tensor]) -> bool:
+        """Whether they are on what ``params`` are now."""
+        return self._addresses == _addresses_of(self.indices, params)
+
+    def samples(self, params: Sequence[Tensor]) -> Tensor:
+        """All of them, on one device."""
+        samples = [
+            _sample(params[index], self.position) if view is None else view
+            for index, view in zip(self.indices, self._views, strict=True)
+        ]
+        if len(self._devices) > 1:
+            samples = [sample.to(samples[0].device) for sample in samples]
+        return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
 
 
 class DriftWatch:
     """Samples of the weights, and what the ranks make of them."""
 
     def __init__(self) -> None:
+        self._num_params = 0
+        self._windows: dict[int, _Windows] = {}  # by the turn
         self._sampled: list[int] = []  # indices of parameters
         self._sizes: list[int] = []  # of their samples, in bytes
         self._samples = torch.empty(0, dtype=torch.uint8)
@@ -47,26 +82,22 @@ class DriftWatch:
         On GPUs they are copied to the host behind the computation, and nobody waits for that here.
         """
         num_turns = max(1, min(_MOST_TURNS, len(params) // _AT_ONCE))
-        self._sampled = [
-            index
-            for index in range(turn % num_turns, len(params), num_turns)
-            if params[index].layout == torch.strided and params[index].numel()
-        ]
-        samples = [_sample(params[index], turn // num_turns) for index in self._sampled]
-        self._sizes = [sample.numel() for sample in samples]
-        self._arrival = None
-        if not samples:
-            self._samples = torch.empty(0, dtype=torch.uint8)
-            return
-        device = samples[0].device
-        joined = torch.cat([sample.to(device) for sample in samples])
-        if device.type == "cuda":
-            self._samples = torch.empty(joined.shape, dtype=torch.uint8, pin_memory=True)
-            self._samples.copy_(joined, non_blocking=True)
+        which, position = turn % num_turns, turn // num_turns // _NUM_LOOKS
+        windows = self._windows.get(which)
+        if len(params) != self._num_params or (windows is not None and not windows.show(params)):
+            self._windows.clear()  # rather than keep alive what the parameters have been
+            self._num_params, windows = len(params), None
+        if windows is None or windows.position != position:
+            windows = self._windows[which] = _Windows(range(which, len(params), num_turns), params, position)
+        self._sampled, self._sizes, self._arrival = windows.indices, windows.sizes, None
+        samples = windows.samples(params)
+        if samples.is_cuda:
+            self._samples = torch.empty(samples.shape, dtype=torch.uint8, pin_memory=True)
+            self._samples.copy_(samples, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
         else:
-            self._samples = joined.cpu()
+            self._samples = samples.cpu()
 
     def look_away(self) -> None:
         """Have no samples in this round: this rank's weights have been left behind, under ``join``."""
@@ -113,11 +144,15 @@ class DriftWatch:
         return self._samples.numpy().tobytes()
 
 
-def _sample(param: Tensor, turn: int) -> Tensor:
-    """Some consecutive elements of one row, as bytes."""
+def _addresses_of(indices: Sequence[int], params: Sequence[Tensor]) -> list[int]:
+    return [_address_of(params[index]) for index in indices]
+
+
+def _sample(param: Tensor, position: int) -> Tensor:
+    """Some consecutive elements of one row, as bytes; a view of a contiguous parameter."""
     row = param.detach()
-    row = (row.select(0, turn % row.shape[0]) if row.dim() > 1 else row).reshape(-1)
-    start = turn * _STEP % max(1, row.numel() - _NUM_SAMPLED + 1)
+    row = (row.select(0, position % row.shape[0]) if row.dim() > 1 else row).reshape(-1)
+    start = position * _STEP % max(1, row.numel() - _NUM_SAMPLED + 1)
     return row[start : start + _NUM_SAMPLED].contiguous().view(torch.uint8)
 
 

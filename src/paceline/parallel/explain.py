@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from paceline import world
 from paceline.errors import PacelineError, ReductionError, ReplicaMismatchError
 from paceline.parallel.agreement import all_gather_object
 
@@ -13,7 +14,7 @@ class Explained:
     """A block in which an error of c10d becomes one that says what was being averaged, and on which rank.
 
     Args:
-        number, names: of the bucket; None for the control message.
+        number, names: of the bucket; None where it is about all of them.
     """
 
     def __init__(self, number: int | None, names: Sequence[str] | None, world_size: int) -> None:
@@ -25,16 +26,18 @@ class Explained:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not isinstance(error, RuntimeError):
             return
-        what = "the control message"
+        what = "gradients"
         if self._names is not None:
             first, last = self._names[0], self._names[-1]
             span = repr(first) if first == last else f"{first!r} to {last!r}, {len(self._names)} parameters"
             what = f"bucket {self._number} ({span})"
         why = str(error).removeprefix(f"rank {dist.get_rank()}: ")
         if not isinstance(error, PacelineError):
-            why = f"most often another rank has ended or is stuck; its output says why. The backend reports: {error}"
+            gone = "" if (here := world.current()) is None else here.who_is_gone()
+            usual = "most often another rank has ended or is stuck; its output says why"
+            why = f"{gone or usual}.\nThe backend reports: {error}"
         raise ReductionError(
-            f"rank {dist.get_rank()}: {what} could not be reduced over {self._world_size} ranks: {why}"
+            f"rank {dist.get_rank()}: {what} could not be averaged over {self._world_size} ranks: {why}"
         ) from error
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from paceline.errors import CommunicationError
-from paceline.parallel.channels import _cpu_backend, _timeout
+from paceline.parallel.channels import cpu_backend_of, timeout_of
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def live_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         backend = dist.get_backend(group)
         made[live] = dist.new_group(
             list(live),
-            timeout=_timeout(group),
-            backend=_cpu_backend(group) if backend == dist.Backend.MPI else backend,
+            timeout=timeout_of(group),
+            backend=cpu_backend_of(group) if backend == dist.Backend.MPI else backend,
             use_local_synchronization=True,
         )
     return made[live]

@@ -180,11 +180,17 @@ class Reducer:
         if not param.is_cpu and (place := self.planner.place_of.get(id(param))) is not None:
             place[1].note_stream(param)
         bucket = self._count([param], current)
-        if bucket is not None and bucket.num_missing == 0:
-            # Where the user has hooks on this parameter too, they may come after ours and are to find its gradient:
-            # then the bucket is launched when the next gradient arrives.
-            current.is_ready = len(param._post_accumulate_grad_hooks) > 1
-            if not current.is_ready:
+        if bucket is None:
+            return
+        # Where the user has hooks on this parameter too, they may come after ours and are to find its gradient: then
+        # the bucket is launched when the next gradient arrives.
+        is_ours = len(param._post_accumulate_grad_hooks) == 1
+        if is_ours:
+            with torch.no_grad():
+                bucket.take(self._place(param)[0], current.preexisting)
+        if bucket.num_missing == 0:
+            current.is_ready = not is_ours
+            if is_ours:
                 self._launch_complete(current)
 
     def _take_noted(self, current: Round) -> None:
@@ -221,9 +227,10 @@ class Reducer:
         return self.planner.place_of.get(id(param), _NOWHERE)
 
     def _follow_parameters(self) -> None:
-        """Hook all parameters; be told at once of the last that is expected in each bucket, and of all on GPUs."""
+        """Hook all parameters; be told at once of the last that is expected in each bucket, the huge, all on GPUs."""
         chosen = {id(param) for param in self._registry.params if not param.is_cpu}
         for bucket in self.planner.buckets:
+            chosen.update(map(id, bucket.at_once()))
             expected = [member.param for member in bucket.members if self._expected[member.index]]
             chosen.add(id((expected or [bucket.members[-1].param])[-1]))
         self._hooks.follow(self._registry.present(), chosen)
@@ -332,14 +339,18 @@ class Reducer:
         return self._messages.send(buckets, self.planner.place_of, self.planner.kinds, weights)
 
     def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
-        """Wait for ``buckets`` and the control message; average what came late; hand out the averages."""
+        """Wait for the control message and ``buckets``; average what came late; hand out the averages.
+
+        The message comes first: it is what tells best who does not come, and once it is there all ranks have launched
+        all buckets.
+        """
         witness = self.witness
+        control = self._hear(pending)
         for bucket in buckets:
             with self._explained(bucket):
                 bucket.wait()
             if witness is not None:
                 witness.waited_for(bucket)
-        control = self._hear(pending)
         if witness is not None:
             witness.end_wait()
         for bucket, is_late in zip(buckets, control.late, strict=True):

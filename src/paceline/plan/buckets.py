@@ -12,6 +12,8 @@ from paceline.errors import PlanError
 # torch's, for messages over a network, which cost more to begin than to prolong.
 FIRST_CAP_BYTES = 1 << 20
 CAP_BYTES = 25 << 20
+# Between CPUs those who compute also carry the messages, so more is gained by beginning early.
+CPU_CAP_BYTES = 12 << 20
 # In shared memory a bucket costs little to begin. A small one is packed while its gradients are still in the cache, and
 # ties down few of them until it is.
 SHARED_CAP_BYTES = 4 << 20

@@ -6,7 +6,7 @@ dies without a word is missed through its pid where it can be seen, or when the 
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -175,25 +175,45 @@ class Meeting:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.02)
 
-    def _check_there(self, ranks: list[int], key: str) -> None:
-        """Raise if one of ``ranks`` will never announce ``key``."""
+    def find_gone(self, ranks: Iterable[int]) -> Iterator[tuple[int, str | None]]:
+        """Those of ``ranks`` that have left or died, with what they said: nothing, if they left in peace.
+
+        Yields:
+            Each such rank and its last words; None where it died without any.
+        """
         for rank in ranks:
             is_alive = not self.peers or self.peers[rank].is_alive()
-            has_left = self.store.check([f"left/{rank}"])
-            # Asked again after it was found gone: it may have announced the key in between.
-            if (is_alive and not has_left) or self.store.check([f"{key}/{rank}"]):
+            if self.store.check([f"left/{rank}"]):  # only now: it may have said so and died in between
+                yield rank, self.store.get(f"left/{rank}").decode()
+            elif not is_alive:
+                yield rank, None
+
+    def who_is_gone(self) -> str:
+        """Of the other ranks, in words; empty where all are there."""
+        with self._store_answers():
+            for rank, last_words in self.find_gone(rank for rank in range(self.world_size) if rank != self.rank):
+                how = "ended; its own output says why" if last_words is None else "has left the job"
+                return f"{self._name(rank)} " + (f"failed:\n{last_words}" if last_words else how)
+        return ""
+
+    def _check_there(self, ranks: list[int], key: str) -> None:
+        """Raise if one of ``ranks`` will never announce ``key``."""
+        awaited = key.partition("/")[0]
+        for rank, last_words in self.find_gone(ranks):
+            if self.store.check([f"{key}/{rank}"]):  # asked again: it may have announced it before it went
                 continue
-            name = f"rank {rank} (pid {self.peers[rank].pid})" if self.peers else f"rank {rank}"
-            awaited = key.partition("/")[0]
-            last_words = self.store.get(f"left/{rank}").decode() if has_left else ""
+            name = self._name(rank)
             if last_words:
                 raise PeerError(f"rank {self.rank}: {name} failed before it reached {awaited}:\n{last_words}")
-            if has_left:
-                raise PeerError(
-                    f"rank {self.rank}: {name} has left the job and will not reach {awaited}. All ranks must call it "
-                    "equally often before shutdown()."
-                )
-            raise PeerError(f"rank {self.rank}: {name} ended without reaching {awaited}. Its own output says why.")
+            if last_words is None:
+                raise PeerError(f"rank {self.rank}: {name} ended without reaching {awaited}. Its own output says why.")
+            raise PeerError(
+                f"rank {self.rank}: {name} has left the job and will not reach {awaited}. All ranks must call it "
+                "equally often before shutdown()."
+            )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (pid {self.peers[rank].pid})" if self.peers else f"rank {rank}"
 
     def _check_refusal(self) -> None:
         if self.store.check(["refused"]):

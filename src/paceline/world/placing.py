@@ -61,7 +61,7 @@ def world_of(
         local_rank = nodes[: placement.rank].count(mine)
     chosen = choose_device(device, placement.rank, local_rank)
     if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else _choose_cpu_backend(meeting.peers)
+        backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else choose_cpu_backend(meeting.peers)
     return World(
         rank=placement.rank,
         world_size=placement.world_size,
@@ -76,7 +76,7 @@ def world_of(
     )
 
 
-def _choose_cpu_backend(peers: Sequence[Peer]) -> str:
+def choose_cpu_backend(peers: Sequence[Peer]) -> str:
     """Shared memory within a host, a hierarchy across hosts; Gloo where a host's ranks cannot share memory."""
     views = {(peer.node, peer.pid_namespace) for peer in peers}
     nodes = {peer.node for peer in peers}

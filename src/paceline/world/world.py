@@ -7,6 +7,8 @@ import contextlib
 import hashlib
 import os
 import random
+import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +24,8 @@ from paceline.errors import BarrierTimeoutError, PeerError, WorldError
 from paceline.rendezvous import Meeting
 from paceline.world import leaving
 from paceline.world.timeouts import seconds_of
+
+_ASKING_S = 1.0
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -120,6 +124,28 @@ class World:
         if error := self._meeting.read(key, first):
             raise PeerError(f"rank {self.rank}: the main_first block failed on rank {first}, which reports:\n{error}")
         yield
+
+    def who_is_gone(self) -> str:
+        """Which of the other ranks has left the job or died, and why, in words; empty where all are there.
+
+        It needs no other rank. It looks for a second before it says that all are there: a process's connections break
+        before it is seen to have died. It takes no longer where nobody answers any more.
+        """
+        told: list[str] = []
+        deadline = time.monotonic() + _ASKING_S
+
+        def ask() -> None:
+            try:
+                while not (gone := self._meeting.who_is_gone()) and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                told.append(gone)
+            except PeerError as error:
+                told.append(str(error).removeprefix(f"rank {self.rank}: "))
+
+        asking = threading.Thread(target=ask, name="paceline who is gone", daemon=True)
+        asking.start()
+        asking.join(_ASKING_S + 0.1)
+        return told[0] if told else ""
 
     def print(self, *values: object, **options: Any) -> None:
         """``print`` on rank 0; nothing on the others."""
