@@ -16,6 +16,7 @@ from paceline.launch.plumbing import Outlet, open_channel
 from paceline.launch.ports import claim_port
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Decoder, Message, encode
+from paceline.processes import started_at
 
 # Runs in the server and, with all of what is below it gone, in each rank. The current folder must not shadow modules
 # that the server imports, so it leaves the path first; the package is found wherever this launcher was found.
@@ -121,10 +122,12 @@ def _start(spec: LaunchSpec, control: int, fds: set[int]) -> "subprocess.Popen[b
         flags = [*flags, "-u"]
     # The script is on its command line too, so that who looks for the script's processes finds all of them.
     command = [sys.executable, *flags, "-c", _BOOT.format(home=home), str(control), spec.target, *spec.args]
+    # By this, in /proc/PID/environ, who looks for what a launcher has started finds it when that is gone: see runs.
+    mark = {"PACELINE_LAUNCHER": f"{os.getpid()}:{started_at(os.getpid())}"}
     shared = shared_environment(os.environ, num_ranks=spec.num_ranks, num_cores=usable_cores())
     return subprocess.Popen(
         command,
-        env={**os.environ, **shared},
+        env={**os.environ, **shared, **mark},
         pass_fds=[control, *fds],
         # A rank is in the background of the terminal, where a read would stop it.
         stdin=subprocess.DEVNULL if os.isatty(0) else None,

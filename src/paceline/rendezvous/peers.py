@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.environment import Placement
+from paceline.processes import started_at
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Peer:
         node = f"node {placement.node_rank}" if placement.node_rank is not None else host_identity()
         pid = os.getpid()
         try:
-            started = _started(pid) or 0
+            started = started_at(pid) or 0
         except OSError:  # as when this process may open no more files
             started = 0
         return cls(node, placement.local_rank, pid, started, _pid_namespace())
@@ -54,7 +55,7 @@ class Peer:
         if not self.is_visible():
             return True
         try:
-            return _exists(self.pid) if self.started == 0 else _started(self.pid) == self.started
+            return _exists(self.pid) if self.started == 0 else started_at(self.pid) == self.started
         except OSError:  # this process's trouble, as when it may open no more files
             return True
 
@@ -76,21 +77,6 @@ def host_identity() -> str:
 
 def _pid_namespace() -> str:
     return f"{_boot()} {_namespace('pid')}"
-
-
-def _started(pid: int) -> int | None:
-    """When ``pid`` was started; None where there is no such process, or only its unreaped remains.
-
-    Raises:
-        OSError: that cannot be told.
-    """
-    # Not psutil's create_time(): it adds the time of boot, which moves when the clock is set.
-    try:
-        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    fields = stat.rpartition(")")[2].split()  # the command's name, in brackets, may hold anything
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def _exists(pid: int) -> bool:
