@@ -2,9 +2,14 @@
 
 import time
 
+from paceline.processes import is_left_over, spell_command
+
 
 def describe_port_holder(port: int) -> str:
-    """Who listens on ``port`` here, as far as this user may see: ``pid 12 ('python train.py', started ...)``."""
+    """Who listens on ``port`` here, as far as this user may see: ``pid 12 ('python train.py', started ...)``.
+
+    Of what an earlier launch has left behind it is said that it is that, and what ends it.
+    """
     import psutil  # when it is needed: the command line is to start at once
 
     try:
@@ -12,9 +17,10 @@ def describe_port_holder(port: int) -> str:
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
             if listens and connection.pid is not None:
                 process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline())[:120] or process.name()
+                command = spell_command(process.cmdline())[:120] or process.name()
                 started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
-                return f"pid {process.pid} ({command!r}, started {started})"
+                left = "; an orphan of a launcher that has died: `paceline clean` ends it"
+                return f"pid {process.pid} ({command!r}, started {started}{left if is_left_over(process.pid) else ''})"
     except psutil.Error:
         pass
     return "a process that this user may not see"

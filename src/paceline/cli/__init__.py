@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import click
 
 import paceline
+from paceline.cli.clean import clean
+from paceline.cli.ps import ps
 from paceline.cli.run import run
 from paceline.errors import PacelineError
 
@@ -22,7 +24,8 @@ def command() -> None:
     """Train a PyTorch script on many devices."""
 
 
-command.add_command(run)
+for subcommand in (run, ps, clean):
+    command.add_command(subcommand)
 
 
 def main(args: Sequence[str] | None = None) -> None:
