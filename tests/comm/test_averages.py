@@ -106,7 +106,7 @@ def launches_other_sizes(world):
 
 def test_launches_of_other_sizes_are_named():
     errors = expect_errors(2, launches_other_sizes)
-    assert any("averages 10 elements, but rank 1 11. All ranks must average the same" in error for error in errors)
+    assert any("averages 40 bytes, but rank 1 44. All ranks must average the same" in error for error in errors)
 
 
 def leaves_the_others_waiting(world):

@@ -103,6 +103,63 @@ def test_a_tensor_that_one_rank_has_changed_is_found_within_eight_steps(num_laye
         assert is_named
 
 
+def steps_until_a_part_is_found(world, rows):
+    """Of a table of 5000 rows, rank 1 changes ``rows``."""
+    table = nn.Embedding(5000, 16)
+    model = nn.Sequential(table, nn.Linear(16, 1))
+    wrapped = DistributedDataParallel(model)
+    for k in range(400):
+        if k == 2 and world.rank == 1:
+            with torch.no_grad():
+                table.weight[rows] += 1.0
+        try:
+            wrapped(torch.arange(4)).sum().backward()
+        except RuntimeError as error:
+            return k - 2, "'0.weight'" in str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("rows", "most"), [(slice(0, 5000, 2), 4), (slice(3000, 3050), 40), (slice(7, 8), 400)], ids=["half", "50", "1"]
+)
+def test_the_smaller_the_part_that_changed_the_longer_it_takes(rows, most):
+    for steps, is_named in run_ranks(2, steps_until_a_part_is_found, rows):
+        assert steps < most
+        assert is_named
+
+
+def of_any_layout(world, make):
+    """Ten steps, then rank 1 changes one tensor: the step at which it is found."""
+    weight = nn.Parameter(make())
+    model = nn.ParameterList([weight])
+    wrapped = DistributedDataParallel(model, forward_sync_buffers=False)
+    for k in range(20):
+        if k == 10 and world.rank == 1:
+            with torch.no_grad():
+                weight.mul_(2)
+        wrapped.zero_grad()
+        try:
+            model[0].abs().sum().backward()
+        except RuntimeError as error:
+            return k, "drifted apart: '0' differs on rank 1" in str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2, 3, 5, 5).to(memory_format=torch.channels_last),
+        lambda: torch.ones(8, 8, dtype=torch.complex64).mul(1j).conj(),
+        lambda: torch.ones(8, 8, dtype=torch.complex64).mul(1j).conj().imag,
+        lambda: torch.ones(20, 20).t()[::2],
+        lambda: torch.tensor(1.0),
+    ],
+    ids=["channels last", "conjugate", "negative", "strided", "scalar"],
+)
+def test_tensors_of_any_layout_are_looked_at(make):
+    assert run_ranks(2, of_any_layout, make) == [(10, True)] * 2
+
+
 def untouched(world, dtype):
     return train(world, lambda *_: None, model=deep(dtype=dtype))
 

@@ -329,6 +329,33 @@ def test_checkpointing_equals_no_checkpointing(reentrant, times_used, through_wr
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+class Twice(nn.Module):
+    """``last`` is expected first; ``layer``, in a bucket of its own, gets its gradient twice before."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, bias=False)
+        self.last = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x, segment):
+        return segment(self.layer, segment(self.layer, self.last(x))).sum()
+
+
+def twice_before_its_bucket_is_due(world, is_alone):
+    torch.manual_seed(0)
+    model = Twice().double()
+    call = model if is_alone else DistributedDataParallel(model, bucket_cap_mb=0)
+    segment = (lambda layer, x: layer(x)) if is_alone else lambda layer, x: checkpoint(layer, x, use_reentrant=True)
+    call(torch.ones(4, 3, dtype=torch.float64), segment).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_a_gradient_that_comes_twice_before_its_bucket_is_due():
+    alone = run_ranks(1, twice_before_its_bucket_is_due, True)[0]
+    for found in run_ranks(2, twice_before_its_bucket_is_due, False):
+        torch.testing.assert_close(found, alone)
+
+
 def shared_layer(world):
     model = TwoLayers()
     wrapped = DistributedDataParallel(model)
@@ -643,6 +670,55 @@ def test_a_backward_that_fails_before_the_model_leaves_the_next_one_right():
     assert run_ranks(2, fails_before_anything_was_sent) == [[[1.5, 1.5]] * 2] * 2
 
 
+class Fails(torch.autograd.Function):
+    """Its backward raises where it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, fails):
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.fails:
+            raise ValueError("boom")
+        return grad, None
+
+
+def fails_before_anything_is_sent(world, failing_ranks):
+    """Gradients (1, 1) and (2, 2), of which the first backward gets as far as the second layer's."""
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model)
+    with contextlib.suppress(ValueError):
+        model.second(Fails.apply(model.first(inputs(world)), world.rank in failing_ranks)).sum().backward()
+    after_failure = grads(model)
+    wrapped(inputs(world)).backward()
+    return after_failure, grads(model)
+
+
+def test_a_backward_that_fails_before_anything_was_sent_leaves_what_it_had():
+    found = run_ranks(2, fails_before_anything_is_sent, (0, 1))
+    assert [after_failure for after_failure, _ in found] == [[None, 1.0], [None, 2.0]]
+    assert [after_next for _, after_next in found] == [[1.5, 3.0]] * 2
+
+
+def skips_a_step_on_one_rank(world):
+    model = TwoLayers()
+    wrapped = DistributedDataParallel(model)
+    for number in range(3):
+        wrapped.zero_grad()
+        with contextlib.suppress(ValueError):
+            model.second(Fails.apply(model.first(inputs(world)), (world.rank, number) == (1, 1))).sum().backward()
+
+
+def test_a_backward_that_fails_on_one_rank_only_is_an_error_on_all_at_the_next():
+    for rank, message in enumerate(expect_errors(2, skips_a_step_on_one_rank)):
+        assert message.startswith(
+            f"ReductionError: rank {rank}: a backward raised an error on rank 1, where it was caught, and not on the "
+            "others. So the ranks average gradients of different steps. Skip a step on all ranks or on none;"
+        )
+
+
 def fails_in_the_middle(world):
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0)
@@ -751,6 +827,26 @@ def test_a_layer_frozen_on_one_rank_can_be_put_right():
     assert run_ranks(2, unfreeze_again) == [[[1.5, 1.5]] * 2] * 2
 
 
+def unfreeze_while_much_is_under_way(world):
+    """As above, with 16 MB beside it: how many elements of its gradient, 1/2 on average, are wrong."""
+    model = nn.ParameterDict({"large": torch.zeros(4 << 20), "small": torch.zeros(8)})
+    wrapped = DistributedDataParallel(model)
+    num_wrong = 0
+    for _ in range(3):
+        model["small"].requires_grad_(world.is_main)
+        with contextlib.suppress(ReplicaMismatchError):
+            (model["large"].sum() * 1000 * (world.rank + 1) + model["small"].sum()).backward()
+        model["small"].requires_grad_(True)
+        wrapped.zero_grad()
+        (model["large"].sum() * world.rank + model["small"].sum()).backward()
+        num_wrong += int((model["large"].grad != 0.5).sum())
+    return num_wrong
+
+
+def test_what_was_under_way_has_ended_when_ranks_are_found_to_differ():
+    assert run_ranks(2, unfreeze_while_much_is_under_way) == [0, 0]
+
+
 def wrapped_again_after_failure(world):
     model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(3)))
     for layer in model:
@@ -781,6 +877,53 @@ def gradient_for_the_input(world):
 
 def test_one_rank_may_ask_for_an_inputs_gradient_alone():
     assert run_ranks(2, gradient_for_the_input) == [[[1.5, 1.5]]] * 2
+
+
+def changed_on_one_rank(world, change):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    wrapped = DistributedDataParallel(model)
+    wrapped(torch.ones(2, 8)).sum().backward()
+    wrapped.zero_grad()
+    if world.rank == 1:
+        change(model)
+    model(torch.ones(2, 8, dtype=model[0].weight.dtype)).sum().backward()
+
+
+def grow(model):
+    model[1].weight.data = torch.ones(12, 8)
+    model[1].bias.data = torch.ones(12)
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        (lambda model: model.bfloat16(), "the dtype of '0.weight' is float32 on rank 0 and bfloat16 on rank 1"),
+        (lambda model: model.double(), "the dtype of '0.weight' is float32 on rank 0 and float64 on rank 1"),
+        (grow, "the shape of '1.weight' is (8, 8) on rank 0 and (12, 8) on rank 1"),
+    ],
+)
+def test_a_model_cast_or_resized_on_one_rank_only_is_an_error_that_names_the_difference(change, difference):
+    expected = f"ReplicaMismatchError: the ranks' models differ: {difference}"
+    assert [message[: len(expected)] for message in expect_errors(2, changed_on_one_rank, change)] == [expected] * 2
+
+
+def grown_everywhere(world):
+    model = nn.ParameterList([torch.ones(3, 3), torch.ones(3, 3), torch.ones(5)])
+    wrapped = DistributedDataParallel(model)
+    seen = []
+    for number in range(4):
+        if number == 2:
+            model[1].data = torch.ones(4, 3)
+        wrapped.zero_grad()
+        sum(p.sum() * (index + 1) * (world.rank + 1) for index, p in enumerate(model)).backward()
+        seen.append([(tuple(p.grad.shape), p.grad.unique().tolist()) for p in model])
+    return seen
+
+
+def test_a_parameter_that_was_given_another_shape_on_all_ranks():
+    before = [((3, 3), [1.5]), ((3, 3), [3.0]), ((5,), [4.5])]
+    after = [((3, 3), [1.5]), ((4, 3), [3.0]), ((5,), [4.5])]
+    assert run_ranks(2, grown_everywhere) == [[before, before, after, after]] * 2
 
 
 def hooks_of_the_user(world):

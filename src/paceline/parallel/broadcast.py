@@ -18,7 +18,9 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup,
     is_source = dist.get_group_rank(group, dist.get_rank()) == source
     for chunk in _chunks(tensors):
         # As bytes: not every backend knows every dtype, but all of them know bytes.
-        pieces = [tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8) for tensor in chunk]
+        pieces = [
+            tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for tensor in chunk
+        ]
         flat = torch.cat(pieces)
         dist.broadcast(flat, group=group, group_src=source)
         if is_source:

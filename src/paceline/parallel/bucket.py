@@ -41,11 +41,25 @@ _HUGE_NUMEL = 1 << 16
 
 @dataclass
 class Member:
-    """A parameter in a bucket. ``index`` is its number in the agreed order; strides are the first rank's."""
+    """A parameter in a bucket, as it was when the bucket was planned.
+
+    Attributes:
+        index: its number in the agreed order.
+        stride: the first rank's.
+    """
 
     index: int
     param: torch.nn.Parameter
     stride: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype, self.device = self.param.shape, self.param.dtype, self.param.device
+        self.numel = self.param.numel()
+
+    def fits(self) -> bool:
+        """Whether the parameter is still of that shape and dtype, and on that device."""
+        param = self.param
+        return (param.shape, param.dtype, param.device) == (self.shape, self.dtype, self.device)
 
 
 class Bucket(ABC):
@@ -62,6 +76,9 @@ class Bucket(ABC):
         self.num_missing = 0  # expected members that have not arrived in this round
         self.is_launched = False
         self.contributors: set[int] = set()  # members whose gradient this rank has put in
+        self.misfits: set[int] = (
+            set()
+        )  # positions of members that are not what they were: none of this bucket's any more
         self._streams: set[torch.cuda.Stream] = set()
 
     def prepare(self, expected: Sequence[bool]) -> None:
@@ -69,6 +86,10 @@ class Bucket(ABC):
         self.num_missing = sum(map(expected.__getitem__, self.indices))
         self.is_launched = False
         self.contributors.clear()
+
+    def note_misfits(self) -> None:
+        """Leave out members that were cast, moved or resized since. Their gradients are left where they are."""
+        self.misfits = {position for position, member in enumerate(self.members) if not member.fits()}
 
     def note_stream(self, param: Tensor) -> None:
         """Remember the CUDA stream on which a gradient came, if it is one."""
@@ -81,6 +102,9 @@ class Bucket(ABC):
 
     def take(self, index: int, preexisting: Collection[int]) -> None:  # noqa: B027
         """Take the gradient of one member that has just arrived, if it is one of those."""
+
+    def give_back(self) -> None:  # noqa: B027
+        """A backward has failed before this was packed: what was taken is this rank's gradient again."""
 
     @abstractmethod
     def pack(self, preexisting: Collection[int]) -> None:
@@ -107,6 +131,8 @@ class Bucket(ABC):
 
     def is_late(self) -> bool:
         """Whether a member's gradient came after the launch."""
+        if self.misfits:
+            return any(param.grad is not None for at, param in enumerate(self._params) if at not in self.misfits)
         return not all(map(_is_none, map(_grad_of, self._params)))
 
     @abstractmethod
@@ -167,7 +193,7 @@ class DenseBucket(Bucket):
 
     def take(self, index: int, preexisting: Collection[int]) -> None:
         position = self._huge.get(index)
-        if position is None or index in preexisting:
+        if position is None or index in preexisting or position in self.misfits:
             return
         grad = self._params[position].grad
         if grad is None or grad.layout != torch.strided:
@@ -179,20 +205,39 @@ class DenseBucket(Bucket):
         self.contributors.add(index)
         self._fill([self._views[position]], [grad], [])
 
+    def give_back(self) -> None:
+        for position in self._taken if not self.is_launched else ():
+            param, view = self._params[position], self._views[position]
+            grad = view * self.world_size if self.divides else view.clone()
+            param.grad = grad if param.grad is None else param.grad + grad
+        self._taken.clear()
+
     def pack(self, preexisting: Collection[int]) -> None:
         self._join_streams()
         if not self._taken:
             self._make_room()
-        grads = list(map(_grad_of, self._params))
-        for param in self._params:
-            param.grad = None
-        are_fresh = not preexisting and not any(map(_is_none, grads)) and set(map(_layout_of, grads)) == {torch.strided}
-        if are_fresh and not any(map(operator.is_, grads, self._views)):  # the common case, in one go
+        grads = self._take_all()
+        if not preexisting and not self._taken and self._are_fresh(grads):  # the common case, in one go
             self.contributors.update(self.indices)
-            self._fill(self._views, grads, [])
+            self._fill(self._views, grads, [])  # type: ignore[arg-type]
         else:
             self._pack_one_by_one(grads, preexisting)
         self.is_launched = True
+
+    def _are_fresh(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether all are there, dense, and elsewhere than in this bucket."""
+        if any(map(_is_none, grads)) or set(map(_layout_of, grads)) != {torch.strided}:
+            return False
+        return not any(map(operator.is_, grads, self._views))
+
+    def _take_all(self) -> list[Tensor | None]:
+        grads = list(map(_grad_of, self._params))
+        for position in self.misfits:
+            grads[position] = None
+        for position, param in enumerate(self._params):
+            if not self.misfits or position not in self.misfits:
+                param.grad = None
+        return grads
 
     def _pack_one_by_one(self, grads: list[Tensor | None], preexisting: Collection[int]) -> None:
         """``pack`` where some gradients have not arrived, or are sparse, or somebody's."""
@@ -245,11 +290,10 @@ class DenseBucket(Bucket):
             self._views = self._carve(self._flat)
 
     def _allocate(self) -> Tensor:
-        device, dtype = self.members[0].param.device, self.members[0].param.dtype
-        return torch.empty(self._numel(), device=device, dtype=dtype)
+        return torch.empty(self._numel(), device=self.members[0].device, dtype=self.members[0].dtype)
 
     def _numel(self) -> int:
-        return sum(member.param.numel() for member in self.members)
+        return sum(member.numel for member in self.members)
 
     def _fill(self, targets: Sequence[Tensor], sources: Sequence[Tensor], in_place: Sequence[Tensor]) -> None:
         """Write each source into its target; some are in place already."""
@@ -264,8 +308,8 @@ class DenseBucket(Bucket):
         assert self._flat is not None
         late = torch.zeros_like(self._flat)
         self._join_streams()
-        for member, view in zip(self.members, self._carve(late), strict=True):
-            if member.param.grad is not None:
+        for position, (member, view) in enumerate(zip(self.members, self._carve(late), strict=True)):
+            if member.param.grad is not None and position not in self.misfits:
                 _divide_into([view], [_dense(member.param.grad)], self.world_size)
                 member.param.grad = None
         dist.all_reduce(late, group=group)
@@ -276,12 +320,13 @@ class DenseBucket(Bucket):
         self._flat.mul_(factor)
 
     def give(self, used: Sequence[bool]) -> None:
-        if not self._kept and not self.is_late() and all(map(used.__getitem__, self.indices)):  # in the common case
+        are_plain = not self._kept and not self.misfits
+        if are_plain and not self.is_late() and all(map(used.__getitem__, self.indices)):  # in the common case
             for param, view in zip(self._params, self._views, strict=True):
                 param.grad = view
             return
         for position, (member, view) in enumerate(zip(self.members, self._views, strict=True)):
-            if not used[member.index]:
+            if not used[member.index] or position in self.misfits:
                 continue
             kept, given = self._kept.get(position), member.param.grad
             value = view if kept is None else kept.copy_(view)
@@ -314,8 +359,8 @@ class DenseBucket(Bucket):
         """One view per member, laid out like the parameter."""
         views, start = [], 0
         for member in self.members:
-            views.append(flat.as_strided(member.param.shape, member.stride, start))
-            start += member.param.numel()
+            views.append(flat.as_strided(member.shape, member.stride, start))
+            start += member.numel
         return views
 
 
@@ -344,7 +389,7 @@ class SharedBucket(DenseBucket):
         return self._launch is not None and self._averages.has_ended(self._launch)
 
     def _allocate(self) -> Tensor:
-        self._shared = self._averages.allocate(self._numel(), self.members[0].param.dtype)
+        self._shared = self._averages.allocate(self._numel(), self.members[0].dtype)
         return self._shared.tensor
 
 

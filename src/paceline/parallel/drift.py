@@ -3,8 +3,9 @@
 Equal gradients keep equal weights equal, bit by bit. So weights that differ were changed on one rank alone: edited,
 loaded, or left out of a step. In each round every rank puts a digest of some of its weights into the control message,
 which costs no message of its own. Where there are more than a few, parameters take turns, of which there are at most
-eight; of each, a run of elements is sampled, elsewhere in each turn. So what changes whole tensors, as optimizers and
-checkpoints do, is found within eight rounds, mostly in the first; a single element may take long.
+eight; of each, some 64 elements at equal distances are sampled, others in each turn. So what changes whole tensors, as
+optimizers and checkpoints do, is found within eight rounds, mostly in the first. What changes a part of a tensor is
+found after about as many turns as one over 64 times that part, and a single element may take long.
 
 The invariant: all ranks sample the same elements in the same round, in the order of the parameter's indices, whatever
 its strides.
@@ -25,40 +26,42 @@ from paceline.parallel.control import digest_of
 
 _MOST_TURNS = 8
 _AT_ONCE = 16  # parameters that are sampled in each round, at least
-_NUM_SAMPLED = 64
-_STEP = 7919  # a prime: where sampling begins wanders over all of a tensor
-_NUM_LOOKS = 16  # through one window, before it is moved
+_NUM_SAMPLED = 64  # elements of each, at least, where it has as many
+_STEP = 7919  # a prime: where sampling begins wanders over all elements
 _address_of = operator.methodcaller("data_ptr")
 
 
-class _Windows:
-    """On elements of some parameters, as bytes, for several rounds: to cut one costs more than to look through it."""
+class _Parameters:
+    """Some parameters as bytes, kept for several rounds: to make these views costs more than to sample them."""
 
-    def __init__(self, indices: Sequence[int], params: Sequence[Tensor], position: int) -> None:
+    def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
         self.indices = [i for i in indices if params[i].layout == torch.strided and params[i].numel()]
-        self.position = position
-        self._addresses = _addresses_of(self.indices, params)
-        samples = [_sample(params[i], position) for i in self.indices]
-        self.sizes = [sample.numel() for sample in samples]
-        self._devices = {sample.device for sample in samples}
-        # Of a tensor whose elements do not lie side by side, a sample may be a copy.
-        self._views = [
-            sample if params[i].is_contiguous() else None for i, sample in zip(self.indices, samples, strict=True)
-        ]
+        self._addresses = self._addresses_of(params)
+        self._steps = [max(1, params[i].numel() // _NUM_SAMPLED) for i in self.indices]
+        self._elements = [_as_bytes(params[i]) for i in self.indices]
+        self._are_alike = len({(params[i].device, params[i].itemsize) for i in self.indices}) <= 1
 
-    def show(self, params: Sequence[Tensor]) -> bool:
-        """Whether they are on what ``params`` are now."""
-        return self._addresses == _addresses_of(self.indices, params)
+    def are(self, params: Sequence[Tensor]) -> bool:
+        """Whether they lie where ``params`` lie now."""
+        return self._addresses == self._addresses_of(params)
 
-    def samples(self, params: Sequence[Tensor]) -> Tensor:
-        """All of them, on one device."""
+    def sample(self, params: Sequence[Tensor], position: int) -> tuple[Tensor, list[int]]:
+        """Elements of all, on one device, as bytes; and how many of each."""
         samples = [
-            _sample(params[index], self.position) if view is None else view
-            for index, view in zip(self.indices, self._views, strict=True)
+            _sample(params[index], position * _STEP % step, step)
+            if elements is None
+            else elements[position * _STEP % step :: step]
+            for index, elements, step in zip(self.indices, self._elements, self._steps, strict=True)
         ]
-        if len(self._devices) > 1:
-            samples = [sample.to(samples[0].device) for sample in samples]
-        return torch.cat(samples) if samples else torch.empty(0, dtype=torch.uint8)
+        sizes = [sample.numel() for sample in samples]
+        if not samples:
+            return torch.empty(0, dtype=torch.uint8), sizes
+        if not self._are_alike:
+            samples = [sample.reshape(-1).to(samples[0].device) for sample in samples]
+        return torch.cat(samples).view(-1), sizes
+
+    def _addresses_of(self, params: Sequence[Tensor]) -> list[int]:
+        return [_address_of(params[index]) for index in self.indices]
 
 
 class DriftWatch:
@@ -66,7 +69,7 @@ class DriftWatch:
 
     def __init__(self) -> None:
         self._num_params = 0
-        self._windows: dict[int, _Windows] = {}  # by the turn
+        self._kept: dict[int, _Parameters] = {}  # by the turn
         self._sampled: list[int] = []  # indices of parameters
         self._sizes: list[int] = []  # of their samples, in bytes
         self._samples = torch.empty(0, dtype=torch.uint8)
@@ -82,15 +85,15 @@ class DriftWatch:
         On GPUs they are copied to the host behind the computation, and nobody waits for that here.
         """
         num_turns = max(1, min(_MOST_TURNS, len(params) // _AT_ONCE))
-        which, position = turn % num_turns, turn // num_turns // _NUM_LOOKS
-        windows = self._windows.get(which)
-        if len(params) != self._num_params or (windows is not None and not windows.show(params)):
-            self._windows.clear()  # rather than keep alive what the parameters have been
-            self._num_params, windows = len(params), None
-        if windows is None or windows.position != position:
-            windows = self._windows[which] = _Windows(range(which, len(params), num_turns), params, position)
-        self._sampled, self._sizes, self._arrival = windows.indices, windows.sizes, None
-        samples = windows.samples(params)
+        which, position = turn % num_turns, turn // num_turns
+        kept = self._kept.get(which)
+        if len(params) != self._num_params or (kept is not None and not kept.are(params)):
+            self._kept.clear()  # rather than keep alive what the parameters have been
+            self._num_params, kept = len(params), None
+        if kept is None:
+            kept = self._kept[which] = _Parameters(range(which, len(params), num_turns), params)
+        samples, self._sizes = kept.sample(params, position)
+        self._sampled, self._arrival = kept.indices, None
         if samples.is_cuda:
             self._samples = torch.empty(samples.shape, dtype=torch.uint8, pin_memory=True)
             self._samples.copy_(samples, non_blocking=True)
@@ -144,16 +147,17 @@ class DriftWatch:
         return self._samples.numpy().tobytes()
 
 
-def _addresses_of(indices: Sequence[int], params: Sequence[Tensor]) -> list[int]:
-    return [_address_of(params[index]) for index in indices]
+def _as_bytes(param: Tensor) -> Tensor | None:
+    """A view of all elements in order: (elements, bytes of one). None where memory holds them in another way."""
+    if not param.is_contiguous() or param.is_conj() or param.is_neg():
+        return None
+    return param.detach().view(-1, 1).view(torch.uint8)
 
 
-def _sample(param: Tensor, position: int) -> Tensor:
-    """Some consecutive elements of one row, as bytes; a view of a contiguous parameter."""
-    row = param.detach()
-    row = (row.select(0, position % row.shape[0]) if row.dim() > 1 else row).reshape(-1)
-    start = position * _STEP % max(1, row.numel() - _NUM_SAMPLED + 1)
-    return row[start : start + _NUM_SAMPLED].contiguous().view(torch.uint8)
+def _sample(param: Tensor, start: int, step: int) -> Tensor:
+    """Each ``step``-th element from ``start``: (elements, bytes of one)."""
+    at = torch.unravel_index(torch.arange(start, param.numel(), step, device=param.device), param.shape)
+    return param.detach()[at].resolve_conj().resolve_neg().view(-1, 1).view(torch.uint8)
 
 
 def _values(sample: bytes, dtype: torch.dtype) -> list[object]:

@@ -41,6 +41,20 @@ class Explained:
         ) from error
 
 
+def raise_if_some_failed(num_failed: int, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if they have seen unequal numbers of backwards fail. A collective call."""
+    everyones = all_gather_object(num_failed, group)
+    ranks = dist.get_process_group_ranks(group)
+    if min(everyones) < max(everyones):
+        failed = [str(rank) for rank, number in zip(ranks, everyones, strict=True) if number > min(everyones)]
+        which = f"rank{'s' if len(failed) > 1 else ''} {', '.join(failed)}"
+        raise ReductionError(
+            f"rank {dist.get_rank()}: a backward raised an error on {which}, where it was caught, and not on the "
+            "others. So the ranks average gradients of different steps. Skip a step on all ranks or on none; to go on "
+            "from here, start from a checkpoint."
+        )
+
+
 def raise_first_difference(
     names: Sequence[str], states: Sequence[tuple[bool, str]], group: dist.ProcessGroup
 ) -> NoReturn:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from torch.nn import Parameter
 
 _requires_grad_of, _grad_of = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
-_dtype_of, _device_of, _is_cpu = map(operator.attrgetter, ("dtype", "device", "is_cpu"))
+_dtype_of, _shape_of, _device_of, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "device", "is_cpu"))
 _is_not_none = functools.partial(operator.is_not, None)
 
 
@@ -23,7 +23,8 @@ def trainable(params: Sequence[Parameter]) -> tuple[bool, ...]:
 
 
 def kinds(params: Sequence[Parameter]) -> tuple[object, ...]:
-    """Of what dtypes they are and where they lie; equal exactly where both are."""
+    """Of what dtypes and shapes they are, and where they lie; equal exactly where all that is."""
     on_cpu = tuple(map(_is_cpu, params))
     # torch makes an object each time that it is asked for a device.
-    return tuple(map(_dtype_of, params)), on_cpu if all(on_cpu) else tuple(map(_device_of, params))
+    where = on_cpu if all(on_cpu) else tuple(map(_device_of, params))
+    return tuple(map(_dtype_of, params)), tuple(map(_shape_of, params)), where

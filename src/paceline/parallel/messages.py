@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from paceline.parallel.bucket import Bucket
 from paceline.parallel.control import Control, PendingControl, digest_of
-from paceline.parallel.explain import Explained, raise_first_difference
+from paceline.parallel.explain import Explained, raise_first_difference, raise_if_some_failed
 from paceline.parallel.fields import have_grad, trainable
 from paceline.parallel.registry import Registry
 
@@ -28,38 +28,54 @@ class Messages:
         self._group = group
         self._state: object = None  # of which ``_digest`` was made
         self._digest = b""
+        self._num_failed = 0
 
     def send(
-        self, buckets: Sequence[Bucket], planned: Container[int], kinds: object, weights: bytes | None
+        self,
+        buckets: Sequence[Bucket],
+        planned: Container[int],
+        kinds: object,
+        weights: bytes | None,
+        *,
+        is_recast: bool,
+        num_failed: int,
     ) -> PendingControl:
         """Tell all ranks what this one has. A collective call.
 
         Args:
             planned: ids of the parameters in the plan.
-            kinds: dtypes and devices for which the plan was made.
+            kinds: dtypes, shapes and devices for which the plan was made.
             weights: a digest of samples of them; None on a rank that only keeps the others company.
+            is_recast: whether parameters are no longer of these kinds.
+            num_failed: how many backwards have raised an error here.
         """
         is_late = [bucket.is_late() for bucket in buckets]
-        mine = Control(self._has_gradient(buckets, planned, any(is_late)), is_late, self._registry.has_changed())
+        is_changed = is_recast or self._registry.has_changed()
+        mine = Control(self._has_gradient(buckets, planned, any(is_late)), is_late, is_changed)
         self.trainable = trainable(self._registry.params)
-        state = self.trainable, kinds
+        state = self.trainable, kinds, num_failed
         if state != self._state:
             self._state, self._digest = state, digest_of(repr(state).encode())
+        self._num_failed = num_failed
         with self._explained():
             return PendingControl(mine, None if weights is None else (self._digest, weights), self._group)
 
     def hear(self, pending: PendingControl) -> Control:
-        """What all have told.
+        """What all have told."""
+        with self._explained():
+            return pending.result()
+
+    def check(self, control: Control) -> None:
+        """Raise if the ranks do not train alike. A collective call where they do not, with nothing else under way.
 
         Raises:
             ReplicaMismatchError: on every rank, naming the first parameter that is frozen, or cast, on some only.
+            ReductionError: on every rank: a backward has failed on some ranks only, so they are one apart.
         """
-        with self._explained():
-            control = pending.result()
         if not control.is_same_state and not control.is_changed:
+            raise_if_some_failed(self._num_failed, self._group)
             states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
             raise_first_difference(self._registry.names, states, self._group)
-        return control
 
     def _has_gradient(self, buckets: Sequence[Bucket], planned: Container[int], some_are_late: bool) -> list[bool]:
         """By parameter, whether this rank has a gradient of it that is to be averaged.

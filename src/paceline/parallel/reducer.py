@@ -81,6 +81,8 @@ class Reducer:
         self._drift = DriftWatch() if detects_drift else None
         self._round: Round | None = None
         self._failure = ""
+        self._num_failed = 0  # backwards that raised an error after gradients had come
+        self._is_recast = False  # whether parameters are not what the plan in force was made for
         self._messages = Messages(registry, channels.control)
         self._hooks = GradientHooks(self._arrived)
         self._expected = [True] * len(registry.params)
@@ -148,18 +150,33 @@ class Reducer:
         if self._round is not None and not self._round.is_abandoned():
             return self._round
         self._check_usable()
-        if kinds(self._registry.params) != self.planner.kinds:  # the model was cast or moved
-            self._replan()
-        for bucket in self.planner.buckets:
-            bucket.prepare(self._expected)
+        self._prepare()
         preexisting = set(itertools.compress(itertools.count(), have_grad(self._registry.params)))
         if self._drift is not None:
             self._drift.look(self._registry.params, self.counts.rounds)
         if self.witness is not None:
             self.witness.begin(self.counts.rounds, self.planner.buckets, self._registry.names)
-        self._round = Round(preexisting, self, self._hooks.close_gate)
+        self._round = Round(preexisting, self, self._task_is_over)
         self._hooks.open_gate()
         return self._round
+
+    def _prepare(self) -> None:
+        """Begin a round on all buckets.
+
+        Where the model was cast, moved or resized, the others may not know: the plan is that of before, without the
+        parameters concerned, and the end of the round makes a new one.
+        """
+        self._is_recast = kinds(self._registry.params) != self.planner.kinds
+        for bucket in self.planner.buckets:
+            if self._is_recast:
+                bucket.note_misfits()
+            bucket.prepare(self._expected)
+
+    def _task_is_over(self) -> None:
+        """The backward has ended; where it raised an error, what was taken is this rank's gradient again."""
+        self._hooks.close_gate()
+        for bucket in self.planner.buckets:
+            bucket.give_back()
 
     def has_gradients(self) -> bool:
         """Whether any gradient came in the round; autograd.grad passes through a model and leaves none."""
@@ -322,13 +339,12 @@ class Reducer:
         self._check_usable()
         for param in self._registry.params:
             param.grad = None
-        for bucket in self.planner.buckets:
-            bucket.prepare(self._expected)
+        self._prepare()
         if self._drift is not None:
             self._drift.look_away()
         if self.witness is not None:
             self.witness.begin(self.counts.rounds, self.planner.buckets, self._registry.names)
-        self._round = Round(set(), self, self._hooks.close_gate, is_shadow=True)
+        self._round = Round(set(), self, self._task_is_over, is_shadow=True)
         self.send_rest()
 
     def _send_control(self, buckets: Sequence[Bucket], *, is_shadow: bool) -> PendingControl:
@@ -336,7 +352,14 @@ class Reducer:
         if self.witness is not None:
             self.witness.sent_control()
         weights = None if is_shadow else NO_DIGEST if self._drift is None else self._drift.digest()
-        return self._messages.send(buckets, self.planner.place_of, self.planner.kinds, weights)
+        return self._messages.send(
+            buckets,
+            self.planner.place_of,
+            self.planner.kinds,
+            weights,
+            is_recast=self._is_recast,
+            num_failed=self._num_failed,
+        )
 
     def _collect(self, buckets: Sequence[Bucket], pending: PendingControl) -> Control:
         """Wait for the control message and ``buckets``; average what came late; hand out the averages.
@@ -353,6 +376,7 @@ class Reducer:
                 witness.waited_for(bucket)
         if witness is not None:
             witness.end_wait()
+        self._messages.check(control)  # only now that nothing is under way any more: they may go on after its error
         for bucket, is_late in zip(buckets, control.late, strict=True):
             if is_late:
                 self._reduce_late(bucket)
@@ -392,16 +416,19 @@ class Reducer:
         average is 2/2, and the sum is 1.5, as it should be.
 
         Args:
-            planned: names in the old plan; those of newcomers are taken out.
+            planned: names in the old plan; those of newcomers, and of what is not what it was, are taken out.
         """
         registry = self._registry
         before = dict(zip(registry.names, registry.params, strict=True))
+        recast = [registry.names[b.members[at].index] for b in self.planner.buckets for at in b.misfits]
         num_new = registry.agree_anew(self._channels.control)
         self.planner.forget_order()
         self._expected = [True] * len(registry.params)
         self._replan()
+        self._is_recast = False
         control = self._hear(self._send_control([], is_shadow=False))
-        planned.difference_update(num_new)
+        self._messages.check(control)
+        planned.difference_update(num_new, recast)
         bases: dict[int, torch.Tensor] = {}
         for index, name in enumerate(registry.names):
             if 0 < num_new.get(name, 0) < self._world_size and name in before:
@@ -447,8 +474,10 @@ class Reducer:
 
     def _check_usable(self) -> None:
         """Raise if an earlier backward left the ranks out of step; forget one that failed before it sent anything."""
-        if self._round is not None and self._round.num_launched > 0:
-            self._failure = "the backward before this one raised an error after part of its gradients had been sent"
+        if self._round is not None and self.has_gradients():
+            self._num_failed += 1
+            if self._round.num_launched > 0:
+                self._failure = "the backward before this one raised an error after part of its gradients had been sent"
         self._round = None
         if self._failure:
             raise ReductionError(

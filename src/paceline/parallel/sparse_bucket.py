@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.bucket import Bucket
+from paceline.parallel.bucket import Bucket, Member
 
 
 class SparseBucket(Bucket):
@@ -50,7 +50,7 @@ class SparseBucket(Bucket):
     def give(self, used: Sequence[bool]) -> None:
         assert self._sum is not None
         param = self.members[0].param
-        if used[self.members[0].index]:
+        if used[self.members[0].index] and not self.misfits:
             average = self._sum / self.world_size
             grad = average.to_dense() if self._was_dense else average
             param.grad = grad if param.grad is None else param.grad + grad
@@ -58,13 +58,20 @@ class SparseBucket(Bucket):
 
     def _take(self) -> Tensor:
         """This rank's gradient in sparse form; empty where it has none."""
-        param = self.members[0].param
-        grad, param.grad = param.grad, None
+        member = self.members[0]
+        grad = None if self.misfits else member.param.grad
         if grad is None:
-            return torch.zeros_like(param).to_sparse(1).coalesce()
+            return _no_rows(member)
+        member.param.grad = None
         self.contributors.add(self.members[0].index)
         self._was_dense = self._was_dense or not grad.is_sparse
         return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
+
+
+def _no_rows(member: Member) -> Tensor:
+    values = torch.empty((0, *member.shape[1:]), dtype=member.dtype, device=member.device)
+    rows = torch.empty((1, 0), dtype=torch.int64, device=member.device)
+    return torch.sparse_coo_tensor(rows, values, member.shape, check_invariants=False).coalesce()
 
 
 def _sum_of_rows(mine: Tensor, group: dist.ProcessGroup, world_size: int) -> Tensor:

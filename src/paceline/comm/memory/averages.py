@@ -100,7 +100,7 @@ class Averages:
             self.wait(number - NUM_BUCKET_SLOTS)
         slot = self._slot(self._shared.rank, number)
         words = self._shared.arena.words
-        words[slot], words[slot + 1] = mine.start, mine.tensor.numel()
+        words[slot], words[slot + 1] = mine.start, mine.tensor.nbytes
         self._launched.append(mine)
         self._num_launched += 1
         try:
@@ -198,11 +198,11 @@ class Averages:
                 copies.append(mine.tensor)
                 continue
             slot = self._slot(peer, number)
-            start, their_numel = self._shared.arena.words[slot : slot + 2].tolist()
-            if their_numel != numel:
+            start, their_nbytes = self._shared.arena.words[slot : slot + 2].tolist()
+            if their_nbytes != mine.tensor.nbytes:
                 raise CollectiveMismatchError(
-                    f"rank {self._shared.ranks[self._shared.rank]} averages {numel} elements, but rank "
-                    f"{self._shared.ranks[peer]} {their_numel}. All ranks must average the same in the same order."
+                    f"rank {self._shared.ranks[self._shared.rank]} averages {mine.tensor.nbytes} bytes, but rank "
+                    f"{self._shared.ranks[peer]} {their_nbytes}. All ranks must average the same in the same order."
                 )
             key = start, numel, dtype
             if key not in self._copies:
