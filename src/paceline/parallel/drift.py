@@ -3,9 +3,9 @@
 Equal gradients keep equal weights equal, bit by bit. So weights that differ were changed on one rank alone: edited,
 loaded, or left out of a step. In each round every rank puts a digest of some of its weights into the control message,
 which costs no message of its own. Where there are more than a few, parameters take turns, of which there are at most
-eight; of each, some 64 elements at equal distances are sampled, others in each turn. So what changes whole tensors, as
-optimizers and checkpoints do, is found within eight rounds, mostly in the first. What changes a part of a tensor is
-found after about as many turns as one over 64 times that part, and a single element may take long.
+eight; of each, some 64 elements at equal distances are sampled, others in each fourth turn. So what changes whole
+tensors, as optimizers and checkpoints do, is found within eight rounds, mostly in the first. What changes a part of a
+tensor is found after about four times as many turns as one over 64 times that part; a single element may take long.
 
 The invariant: all ranks sample the same elements in the same round, in the order of the parameter's indices, whatever
 its strides.
@@ -28,6 +28,7 @@ _MOST_TURNS = 8
 _AT_ONCE = 16  # parameters that are sampled in each round, at least
 _NUM_SAMPLED = 64  # elements of each, at least, where it has as many
 _STEP = 7919  # a prime: where sampling begins wanders over all elements
+_NUM_LOOKS = 4  # at the same elements, in turn
 _address_of = operator.methodcaller("data_ptr")
 
 
@@ -39,6 +40,8 @@ class _Parameters:
         self._addresses = self._addresses_of(params)
         self._steps = [max(1, params[i].numel() // _NUM_SAMPLED) for i in self.indices]
         self._elements = [_as_bytes(params[i]) for i in self.indices]
+        self._position = -1  # of ``_views``, which are of the elements to be sampled
+        self._views: list[Tensor | None] = []
         self._are_alike = len({(params[i].device, params[i].itemsize) for i in self.indices}) <= 1
 
     def are(self, params: Sequence[Tensor]) -> bool:
@@ -47,11 +50,15 @@ class _Parameters:
 
     def sample(self, params: Sequence[Tensor], position: int) -> tuple[Tensor, list[int]]:
         """Elements of all, on one device, as bytes; and how many of each."""
+        if position != self._position:
+            self._position = position
+            self._views = [
+                None if elements is None else elements[position * _STEP % step :: step]
+                for elements, step in zip(self._elements, self._steps, strict=True)
+            ]
         samples = [
-            _sample(params[index], position * _STEP % step, step)
-            if elements is None
-            else elements[position * _STEP % step :: step]
-            for index, elements, step in zip(self.indices, self._elements, self._steps, strict=True)
+            _sample(params[index], position * _STEP % step, step) if view is None else view
+            for index, view, step in zip(self.indices, self._views, self._steps, strict=True)
         ]
         sizes = [sample.numel() for sample in samples]
         if not samples:
@@ -85,7 +92,7 @@ class DriftWatch:
         On GPUs they are copied to the host behind the computation, and nobody waits for that here.
         """
         num_turns = max(1, min(_MOST_TURNS, len(params) // _AT_ONCE))
-        which, position = turn % num_turns, turn // num_turns
+        which, position = turn % num_turns, turn // num_turns // _NUM_LOOKS
         kept = self._kept.get(which)
         if len(params) != self._num_params or (kept is not None and not kept.are(params)):
             self._kept.clear()  # rather than keep alive what the parameters have been
