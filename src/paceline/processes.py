@@ -67,9 +67,11 @@ class Launcher:
 
     @classmethod
     def from_mark(cls, mark: str) -> "Launcher | None":
-        """None where the mark is none of ours."""
-        numbers = re.fullmatch(r"([1-9][0-9]{0,8}):([0-9]{1,18})", mark)
-        return cls(int(numbers[1]), int(numbers[2])) if numbers else None
+        """None where the mark is none of ours, or of another machine, as a batch job may inherit it."""
+        parts = re.fullmatch(r"([1-9][0-9]{0,8}):([0-9]{1,18})(?::([0-9a-f-]+))?", mark)
+        if parts is None or (parts[3] is not None and parts[3] != _boot()):
+            return None
+        return cls(int(parts[1]), int(parts[2]))
 
     def is_alive(self) -> bool:
         """Whether it runs; true where that cannot be told."""
@@ -77,6 +79,20 @@ class Launcher:
             return started_at(self.pid) == self.started or _is_hidden(self.pid)
         except OSError:
             return True
+
+
+def own_mark() -> dict[str, str]:
+    """What a launcher puts into the environment of those that it starts."""
+    pid = os.getpid()
+    return {_MARK: f"{pid}:{started_at(pid)}" + (f":{boot}" if (boot := _boot()) else "")}
+
+
+def _boot() -> str:
+    """This machine, since it was started."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def launcher_of(pid: int) -> Launcher | None:

@@ -12,12 +12,49 @@ def test_the_flags_are_these():
     flags = [[*parameter.opts, *parameter.secondary_opts] for parameter in run.params]
     assert flags == [
         ["-n", "--nproc-per-node", "--nproc_per_node"],
+        ["--nnodes"],
+        ["--node-rank", "--node_rank", "-nr"],
+        ["-g", "--gpus"],
+        ["--master-addr", "--master_addr"],
         ["--master-port", "--master_port"],
-        ["--grace"],
-        ["-m", "--module"],
+        ["--standalone"],
+        ["--rdzv-backend", "--rdzv_backend"],
+        ["--rdzv-endpoint", "--rdzv_endpoint"],
+        ["--rdzv-id", "--rdzv_id"],
+        ["--rdzv-conf", "--rdzv_conf"],
+        ["--local-addr", "--local_addr"],
+        ["--max-restarts", "--max_restarts"],
+        ["--grace", "--shutdown-timeout", "--shutdown_timeout"],
+        ["--signals-to-handle", "--signals_to_handle"],
+        ["--log-dir", "--log_dir"],
+        ["--redirects", "-r"],
+        ["--tee", "-t"],
+        ["--local-ranks-filter", "--local_ranks_filter"],
+        ["--duplicate-stdout-filters", "--duplicate_stdout_filters"],
+        ["--duplicate-stderr-filters", "--duplicate_stderr_filters"],
+        ["--role"],
+        ["--virtual-local-rank", "--virtual_local_rank"],
+        ["--numa-binding", "--numa_binding"],
+        ["--module", "-m"],
+        ["--no-python", "--no_python"],
+        ["--run-path", "--run_path"],
+        ["--monitor-interval", "--monitor_interval"],
+        ["--start-method", "--start_method"],
+        ["--event-log-handler", "--event_log_handler"],
+        ["--logs-specs", "--logs_specs"],
+        ["--use-env", "--use_env"],
+        ["--report"],
         ["script"],
         ["args"],
     ]
+
+
+def test_every_flag_of_torchruns_is_known():
+    from torch.distributed.run import get_args_parser
+
+    ours = {name for parameter in run.params for name in parameter.opts}
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert theirs - ours - {"-h", "--help"} == set()
 
 
 def test_help_and_version_import_no_torch():

@@ -39,12 +39,12 @@ class Terminal:
         return self.seen
 
 
-def test_one_rank_that_speaks_is_not_marked(tmp_path):
+def test_rank_0_is_not_marked_while_no_other_speaks(tmp_path):
     script = write_script(
         tmp_path,
         """
         import os, sys
-        if os.environ["RANK"] == "1":
+        if os.environ["RANK"] == "0":
             sys.stdout.buffer.write(b"loss\\r 10%\\r 20%\\n\\xff\\x00 no newline")
             print("to stderr", file=sys.stderr)
         """,

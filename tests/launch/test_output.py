@@ -18,23 +18,23 @@ def test_the_only_rank_passes_through_untouched_and_at_once():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_only_speaker_passes_through_untouched_once_its_lines_are_whole_or_wait_too_long(is_terminal):
+def test_rank_0_alone_passes_through_untouched_once_its_lines_are_whole_or_wait_too_long(is_terminal):
     interleaver = Interleaver(Speakers(4), is_terminal)
-    assert interleaver.feed(2, b"loss ") == b""
-    assert interleaver.holds_start(2)
-    assert interleaver.release(2) == b"loss "
-    assert interleaver.release(2) == b""
-    assert said(interleaver, *((2, piece) for piece in PIECES[1:])) + interleaver.finish(2) == b"".join(PIECES[1:])
+    assert interleaver.feed(0, b"loss ") == b""
+    assert interleaver.holds_start(0)
+    assert interleaver.release(0) == b"loss "
+    assert interleaver.release(0) == b""
+    assert said(interleaver, *((0, piece) for piece in PIECES[1:])) + interleaver.finish(0) == b"".join(PIECES[1:])
 
 
-def test_lines_are_marked_from_the_second_speaker_on():
+def test_lines_are_marked_once_another_than_rank_0_speaks():
     interleaver = Interleaver(Speakers(4))
     assert said(interleaver, (0, b"alone\n"), (1, b"I too\n"), (0, b"a\nb\n")) == b"alone\n[1]: I too\n[0]: a\n[0]: b\n"
 
 
 def test_marks_are_of_one_width():
     interleaver = Interleaver(Speakers(11))
-    assert said(interleaver, (3, b"a\n"), (10, b"b\n"), (3, b"c\n")) == b"a\n[10]: b\n[ 3]: c\n"
+    assert said(interleaver, (0, b"a\n"), (10, b"b\n"), (3, b"c\n")) == b"a\n[10]: b\n[ 3]: c\n"
 
 
 def test_lines_of_two_ranks_never_mix():

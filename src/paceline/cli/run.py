@@ -1,45 +1,88 @@
-"""``paceline run``: torchrun's command line for the ranks of one host."""
+"""``paceline run``: torchrun's command line, and more."""
+
+from collections.abc import Callable
+from typing import Any
 
 import click
+
+_NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
+_START_METHODS = ("spawn", "fork", "forkserver")
+
+
+def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
+    """An option of torchrun's: in both spellings, and from its PET_ variable where it is not given."""
+    spellings = [name, *([name.replace("-", "_").replace("__", "--", 1)] if "-" in name[2:] else []), *others]
+    variable = "PET_" + name[2:].replace("-", "_").upper()
+    return click.option(*dict.fromkeys(spellings), name[2:].replace("-", "_"), envvar=variable, **settings)
 
 
 @click.command(
     context_settings={"allow_interspersed_args": False},
-    short_help="Run a script on N ranks of this host.",
+    short_help="Run a script on N ranks, of this host or of several.",
 )
 @click.option(
     "-n",
     "--nproc-per-node",
     "--nproc_per_node",
     "num_ranks",
-    default="1",
-    show_default=True,
     metavar="N|auto|cpu|gpu",
-    help="Ranks on this host: a number, one a usable core, one a GPU, or (auto) one a GPU where there are any.",
+    envvar="PET_NPROC_PER_NODE",
+    help="Ranks on this host: a number, one a usable core, one a GPU, or (auto) one a GPU where there are any. "
+    "[default: 1]",
 )
+@_option("--nnodes", default="1", metavar="N|LEAST:MOST", help="Hosts, each with a launcher of its own.")
+@_option("--node-rank", "-nr", default=0, metavar="R", help="This host's number, from 0, with a static rendezvous.")
 @click.option(
-    "--master-port",
-    "--master_port",
-    default=0,
-    show_default="any free one",
-    metavar="PORT",
-    help="Port on which the ranks meet.",
+    "-g",
+    "--gpus",
+    "num_gpus",
+    type=int,
+    metavar="G",
+    help="Ranks on this host; then -n is the number of hosts, as in many tutorials: -n 4 -g 8 -nr 0.",
 )
+@_option("--master-addr", metavar="HOST", help="Address of host 0, for a static rendezvous.")
+@_option("--master-port", type=int, metavar="PORT", help="Port on which the ranks meet. [default: any free one]")
+@_option("--standalone", is_flag=True, help="One host, whatever else is said of the rendezvous.")
+@_option("--rdzv-backend", default="static", show_default=True, help="How hosts meet: static, c10d, ...")
+@_option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where hosts meet.")
+@_option("--rdzv-id", default="", help="Tells this job from others at the same endpoint.")
+@_option("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="Further settings of the rendezvous.")
+@_option("--local-addr", default="", metavar="ADDR", help="This host's address, as others reach it.")
+@_option("--max-restarts", default=0, metavar="N", help="How often all ranks start again after one has failed.")
 @click.option(
     "--grace",
+    "--shutdown-timeout",
+    "--shutdown_timeout",
     "grace_s",
     default=5.0,
     show_default=True,
     metavar="SECONDS",
-    envvar="PACELINE_GRACE",
-    show_envvar=True,
+    envvar=["PACELINE_GRACE", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
     help="How long ranks that are asked to stop may take before they are killed.",
 )
-@click.option("-m", "--module", "is_module", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@_option("--signals-to-handle", default="", metavar="SIG,...", help="Further signals to pass on to the ranks.")
+@_option("--log-dir", metavar="DIR", help="Folder for the ranks' output; alone, all of it is kept there as well.")
+@_option("--redirects", "-r", default="0", metavar="0..3|R:0..3,...", help="Keep stdout (1), stderr (2), both (3).")
+@_option("--tee", "-t", default="0", metavar="0..3|R:0..3,...", help="As --redirects, and show it too.")
+@_option("--local-ranks-filter", default="", metavar="R,...", help="Show the output of these local ranks only.")
+@_option("--duplicate-stdout-filters", default="", metavar="WORD,...", help="Keep lines with a WORD in a file, too.")
+@_option("--duplicate-stderr-filters", default="", metavar="WORD,...", help="The same of stderr.")
+@_option("--role", default="default", help="ROLE_NAME of the ranks.")
+@_option("--virtual-local-rank", is_flag=True, help="LOCAL_RANK=0 in all ranks, each of which sees its own GPU alone.")
+@click.option("--numa-binding", "--numa_binding", type=click.Choice(_NUMA_MODES), help="Bind ranks to cores near GPUs.")
+@_option("--module", "-m", is_flag=True, help="SCRIPT is a module's name, as in `python -m`.")
+@_option("--no-python", is_flag=True, help="SCRIPT is a program of any kind.")
+@_option("--run-path", is_flag=True, hidden=True)  # what we do anyway
+@_option("--monitor-interval", type=float, hidden=True)  # ends are seen when they happen
+@_option("--start-method", type=click.Choice(_START_METHODS), hidden=True)  # ranks are forked warm
+@_option("--event-log-handler", default="null", hidden=True)
+@click.option("--logs-specs", "--logs_specs", hidden=True)
+@click.option("--use-env", "--use_env", is_flag=True, hidden=True)  # scripts are asked what they declare
+@click.option("--report", "report_path", default="", metavar="FILE", help="Write the verdict there, as JSON.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(num_ranks: str, master_port: int, grace_s: float, is_module: bool, script: str, args: tuple[str, ...]) -> int:
-    """Run SCRIPT on N ranks of this host; what stands after SCRIPT belongs to it.
+def run(script: str, args: tuple[str, ...], **given: Any) -> int:
+    """Run SCRIPT on N ranks; what stands after SCRIPT belongs to it.
 
     \b
         paceline run -n 4 train.py --lr 0.1
@@ -49,11 +92,10 @@ def run(num_ranks: str, master_port: int, grace_s: float, is_module: bool, scrip
     once for all ranks. OMP_NUM_THREADS, unless you set it, shares the cores out among them.
 
     When a rank fails the others are stopped; its traceback is printed last, and its exit code is that of the launcher.
-    Ctrl-C interrupts all ranks, a second one kills them. SIGTERM and SIGHUP stop them, SIGUSR1 and SIGUSR2 are passed
-    on. Nothing that the ranks started in their process groups outlives the launcher.
+    Ctrl-C interrupts all ranks, a second one kills them. SIGTERM, SIGHUP and SIGQUIT stop them, SIGUSR1 and SIGUSR2 are
+    passed on. Nothing that the ranks started in their process groups outlives the launcher.
     """
-    from paceline.launch import LaunchSpec, launch
-    from paceline.launch.counts import resolve_num_ranks
+    from paceline.cli.options import spec_of
+    from paceline.launch import launch
 
-    spec = LaunchSpec(script, args, is_module, resolve_num_ranks(num_ranks), master_port, grace_s)
-    return launch(spec)
+    return launch(spec_of(script, args, given))

@@ -4,6 +4,7 @@ The first failure is the one that explains the others, so a rank that died witho
 merely raised at about the same time: they raised because the connection to it broke.
 """
 
+import json
 import os
 import re
 import signal
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2
 
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+_LIBRARIES = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),  # our own
+)
 
 
 @dataclass(frozen=True)
@@ -76,22 +80,74 @@ def first_failure(endings: Sequence[Ending]) -> Ending | None:
     return (wordless or own)[0]
 
 
-def describe(endings: Sequence[Ending], first: Ending) -> str:
-    """The text that ends the launch: what is collateral, one line each, then the first failure with its traceback."""
-    lines = [
-        f"paceline: rank {ending.rank} failed too (collateral), {_cause(ending)}"
+def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str:
+    """The text that ends a life: what is collateral, one line each, then the first failure with its traceback.
+
+    Args:
+        logs: the folder in which the ranks' output was kept, if it was.
+    """
+    others = [
+        ending
         for ending in sorted(endings, key=lambda e: e.rank)
         if ending.failed and ending is not first and not _is_mere_stop(ending)
     ]
+    alike = [ending.rank for ending in others if first.report is not None and _cause(ending) == _cause(first)]
+    lines = [
+        f"paceline: rank {ending.rank} failed too (collateral), {_cause(ending)}"
+        for ending in others
+        if ending.rank not in alike
+    ]
+    if alike:
+        lines.append(f"paceline: {_name_ranks(alike)} failed in the same way")
     stopped = [ending.rank for ending in endings if ending.failed and ending is not first and _is_mere_stop(ending)]
     if stopped:
         lines.append(f"paceline: {_name_ranks(stopped)} stopped by the launcher (collateral)")
+    if logs:
+        lines.append(f"paceline: what the ranks said is in {logs}")
     if first.report is None or not first.report.text:
         lines.append(f"paceline: rank {first.rank} failed first, {_cause(first)}")
     else:
         lines.append(f"paceline: rank {first.rank} failed first, {_code(first.code)}:")
         lines.append(first.report.text.rstrip("\n"))
     return "\n".join(lines) + "\n"
+
+
+def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str, num_restarts: int) -> str:
+    """The verdict for programs: one JSON document.
+
+    Args:
+        host: the name of this one.
+        logs: the folder in which the ranks' output was kept, if it was.
+        num_restarts: how often all ranks were started again.
+    """
+    first = first_failure(endings)
+    ranks = [
+        {
+            "rank": ending.rank,
+            "host": host,
+            "exit_code": ending.code if ending.code >= 0 else None,
+            "signal": _signal_name(-ending.code) if ending.code < 0 else None,
+            "is_root_cause": ending is first,
+            "was_stopped": ending.was_stopped,
+            "error": None if ending.report is None else ending.report.summary,
+            "traceback": None if ending.report is None else ending.report.text,
+        }
+        for ending in endings
+    ]
+    root = None if first is None else first.rank
+    document = {"exit_status": exit_status, "root_cause": root, "num_restarts": num_restarts, "logs": logs or None}
+    return json.dumps(document | {"ranks": ranks}, indent=2) + "\n"
+
+
+def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int]) -> str:
+    """What is said while ranks take their time to end.
+
+    Args:
+        reports: of those that have failed.
+        waiting_for: the ranks that still run.
+    """
+    raised = [f"paceline: a rank failed, {report.summary}\n" for report in reports.values() if report.kind == "raised"]
+    return f"{''.join(raised[:1])}paceline: waiting for {_name_ranks(waiting_for)} to end\n"
 
 
 def describe_interrupt(reports: Mapping[int, Report]) -> str:
@@ -124,12 +180,15 @@ def _cause(ending: Ending) -> str:
 def _code(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
     hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
-    return f"killed by {name}{hint}"
+    return f"killed by {_signal_name(-code)}{hint}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:

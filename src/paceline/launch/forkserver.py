@@ -1,12 +1,13 @@
-"""The fork server: imports torch once, forks the store's host and the ranks, and tells the supervisor how they end.
+"""The fork server: imports torch once, forks stores and ranks for one life after another, and tells how they end.
 
-It starts no thread and touches no device, since a fork would carry neither over. It reaps no rank before the
-supervisor hangs up: a dead but unreaped rank keeps its process id, so a signal to its group cannot hit a stranger.
+It starts no thread and touches no device, since a fork would carry neither over. It reaps no rank before its life is
+swept: a dead but unreaped rank keeps its process id, so a signal to its group cannot hit a stranger.
 """
 
 import contextlib
 import gc
 import importlib
+import itertools
 import os
 import selectors
 import signal
@@ -14,13 +15,14 @@ import socket
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
 from paceline.launch import rank as ranks
 from paceline.launch.dispositions import Dispositions, only_wake
 from paceline.launch.prctl import die_with_parent, outlive_parent
-from paceline.launch.wire import Decoder, Message, encode
+from paceline.launch.wire import Message, Receiver, send
 
 # What a training script imports anyway. What is not installed is the script's own affair.
 PRELOADED = (
@@ -50,11 +52,8 @@ def main() -> Callable[[], None]:
     dispositions = Dispositions.capture([*_IGNORED, signal.SIGCHLD])
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
-    control = socket.socket(fileno=int(sys.argv[1]))
-    job = _receive_job(control)
-    preload(job["target"])
-    outlive_parent()  # from here on its end is seen on the control socket, and the ranks are ended in order
-    return _Server(control, job, dispositions).serve()
+    server = _Server(socket.socket(fileno=int(sys.argv[1])), dispositions)
+    return server.serve()
 
 
 def preload(target: str) -> None:
@@ -79,46 +78,81 @@ def _mentions(script: str, word: bytes) -> bool:
         return False
 
 
-def _receive_job(control: socket.socket) -> Message:
-    decoder = Decoder()
-    while data := control.recv(65536):
-        for message in decoder.feed(data):
-            return message
-    os._exit(1)
-
-
 class _Server:
-    def __init__(self, control: socket.socket, job: Message, dispositions: Dispositions) -> None:
+    def __init__(self, control: socket.socket, dispositions: Dispositions) -> None:
         self._control = control
-        self._job = job
+        self._receiver = Receiver(control)
+        self._orders: deque[tuple[Message, list[int]]] = deque()  # received, and not yet obeyed
         self._dispositions = dispositions
+        self._pid = os.getpid()
+        self._job: Message = {}
         self._rank_of: dict[int, int] = {}  # by pid; those that have not ended
+        self._children: list[int] = []  # of this life, not reaped
         self._groups: list[int] = []
         self._store_pid = 0
         self._wake_reader, self._wake_writer = socket.socketpair()
 
     def serve(self) -> Callable[[], None]:
+        """Obey until the supervisor hangs up."""
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, only_wake)
-        server_pid = os.getpid()
-        self._store_pid = self._fork()
-        if not self._store_pid:
-            self._host_store(server_pid)
-        os.close(self._job["listener"])
-        for birth in self._job["ranks"]:
-            gate = os.pipe()
-            pid = self._fork()
-            if not pid:
-                self._leave_server(birth)
-                _pass(gate)
-                ranks.become(birth, server_pid=server_pid, dispositions=self._dispositions)
-                return ranks.runner(birth, self._job)
-            self._register(pid, birth)
-            _open(gate)
-        self._watch()
-        return self._end()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self._wake_reader, selectors.EVENT_READ)
+            while True:
+                self._report_ends()
+                for key, _ in selector.select():
+                    if key.fileobj is not self._control:
+                        self._wake_reader.recv(4096)
+                        continue
+                    received = self._receiver.receive()
+                    if received is None:
+                        self._end()
+                    self._orders.extend(received)
+                while self._orders:
+                    program = self._obey(*self._orders.popleft())
+                    if program is not None:
+                        return program
+
+    def _obey(self, order: Message, fds: list[int]) -> Callable[[], None] | None:
+        """Do as the supervisor says. Returns something only in a rank: what runs the script there."""
+        if order["do"] == "prepare":
+            self._job = order
+            if not order["is_command"]:
+                preload(order["target"])
+            outlive_parent()  # from here on its end is seen on the control socket, and the ranks are ended in order
+            self._send({"event": "ready"})
+        elif order["do"] == "host":
+            self._host_store(order, fds)
+        elif order["do"] == "sweep":
+            self._sweep()
+            self._send({"event": "swept"})
+        else:
+            return self._bear(order, fds)
+        return None
+
+    def _bear(self, order: Message, fds: list[int]) -> Callable[[], None] | None:
+        gate = os.pipe()
+        pid = self._fork()
+        if not pid:
+            self._leave_server()
+            _pass(gate)
+            birth = order | dict(zip(("stdout", "stderr", "report"), fds, strict=True))
+            ranks.become(birth, server_pid=self._pid, dispositions=self._dispositions)
+            return ranks.runner(birth, self._job)
+        for fd in fds:
+            os.close(fd)
+        with contextlib.suppress(OSError):  # the rank does it too: the group exists, whichever of us comes first
+            os.setpgid(pid, pid)
+        self._rank_of[pid] = order["rank"]
+        self._children.append(pid)
+        self._groups.append(pid)
+        self._send({"event": "born", "rank": order["rank"], "pid": pid})
+        for fd in gate:
+            os.close(fd)
+        return None
 
     def _fork(self) -> int:
         """Fork with signals held back, until the child has its own handlers for them; the parent goes on at once."""
@@ -138,21 +172,23 @@ class _Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._dispositions.mask)
         return pid
 
-    def _host_store(self, server_pid: int) -> NoReturn:
+    def _host_store(self, order: Message, fds: list[int]) -> None:
         """Host the store where the ranks meet, in a process of its own: it needs threads, which a fork would lose."""
+        self._store_pid = self._fork()
+        if self._store_pid:
+            os.close(fds[0])
+            return
         try:
-            die_with_parent(server_pid)
-            for birth in self._job["ranks"]:
-                _close_outputs(birth)
-            self._control.close()
+            die_with_parent(self._pid)
+            self._leave_server()
             from torch.distributed import TCPStore
 
             store = TCPStore(
-                self._job["address"],
-                self._job["port"],
+                order["address"],
+                order["port"],
                 is_master=True,
                 wait_for_workers=False,
-                master_listen_fd=self._job["listener"],
+                master_listen_fd=fds[0],
                 use_libuv=True,
             )
             while store:
@@ -160,33 +196,14 @@ class _Server:
         finally:
             os._exit(1)
 
-    def _leave_server(self, birth: Message) -> None:
-        """Close what a rank must not hold."""
+    def _leave_server(self) -> None:
+        """In a fork: close what is the server's."""
         signal.set_wakeup_fd(-1)
         for end in (self._control, self._wake_reader, self._wake_writer):
             end.close()
-        for later in self._job["ranks"][birth["rank"] + 1 :]:
-            _close_outputs(later)
-
-    def _register(self, pid: int, birth: Message) -> None:
-        with contextlib.suppress(OSError):  # the rank does it too: the group exists, whichever of us comes first
-            os.setpgid(pid, pid)
-        _close_outputs(birth)
-        self._rank_of[pid] = birth["rank"]
-        self._groups.append(pid)
-        self._send({"event": "born", "rank": birth["rank"], "pid": pid})
-
-    def _watch(self) -> None:
-        """Report ends until the supervisor hangs up."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
-            selector.register(self._wake_reader, selectors.EVENT_READ)
-            while True:
-                self._report_ends()
-                for key, _ in selector.select():
-                    if key.fileobj is self._control:
-                        return
-                    self._wake_reader.recv(4096)
+        self._receiver.drop()
+        for fd in itertools.chain.from_iterable(fds for _, fds in self._orders):
+            os.close(fd)
 
     def _report_ends(self) -> None:
         for pid, rank in list(self._rank_of.items()):
@@ -201,10 +218,14 @@ class _Server:
 
     def _send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the supervisor is gone, which is seen and acted upon elsewhere
-            self._control.sendall(encode(message))
+            send(self._control, message)
 
     def _end(self) -> NoReturn:
-        """Leave nothing: ranks that still run, then whatever is left in any rank's group."""
+        self._sweep()
+        os._exit(0)
+
+    def _sweep(self) -> None:
+        """Leave nothing of this life: ranks that still run, then whatever is left in any rank's group."""
         if self._rank_of:
             self._signal_groups(signal.SIGTERM)
             deadline = time.monotonic() + _ORPHAN_GRACE_S
@@ -214,14 +235,17 @@ class _Server:
             self._signal_groups(signal.SIGKILL)
         if self._store_pid:
             os.kill(self._store_pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
+            os.waitpid(self._store_pid, 0)
+            self._store_pid = 0
+        for pid in self._children:
+            os.waitpid(pid, 0)
         deadline = time.monotonic() + _LINGER_S
         while self._signal_groups(0) and time.monotonic() < deadline:
             time.sleep(0.01)
         self._signal_groups(signal.SIGKILL)
-        os._exit(0)
+        self._rank_of.clear()
+        self._children.clear()
+        self._groups.clear()
 
     def _signal_groups(self, signum: int) -> bool:
         """Signal every group that still has a member; whether there was one."""
@@ -242,13 +266,3 @@ def _pass(gate: tuple[int, int]) -> None:
     os.close(gate[1])
     os.read(gate[0], 1)
     os.close(gate[0])
-
-
-def _open(gate: tuple[int, int]) -> None:
-    for fd in gate:
-        os.close(fd)
-
-
-def _close_outputs(birth: Message) -> None:
-    for fd in {birth["stdout"], birth["stderr"], birth["report"]}:
-        os.close(fd)

@@ -1,12 +1,13 @@
-"""Forwards what the ranks print to the launcher's own output, as fast as that is read and no faster."""
+"""Forwards what the ranks print, to the launcher's own output as fast as that is read and no faster, and to files."""
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
+from paceline.launch.logs import LogFile
 from paceline.launch.loop import READ, WRITE, Loop
 from paceline.launch.plumbing import Outlet, copy_window_size, is_selectable
-from paceline.launch.server import Ends
 
 _READ_BYTES = 1 << 16
 _LINE_S = 0.05  # for the end of a line that was begun; python writes a line in pieces under PYTHONUNBUFFERED
@@ -16,6 +17,22 @@ _STILL_S = 0.1
 _DRAIN_S = 1.0
 
 
+@dataclass(frozen=True)
+class Channel:
+    """What a rank says in one stream, and where that goes.
+
+    Attributes:
+        fd: where it is read.
+        outlet: None where it is not shown.
+        file: None where it is not written to one.
+    """
+
+    fd: int
+    rank: int
+    outlet: Outlet | None
+    file: LogFile | None = None
+
+
 class Forwarder:
     """All channels and outlets of a launch.
 
@@ -23,14 +40,22 @@ class Forwarder:
         loop: what watches the descriptors.
         outlets: the launcher's own output.
         on_closed: called once, when a reader of stdout has gone away.
+        on_file_error: called when a file cannot be written any more.
     """
 
-    def __init__(self, loop: Loop, outlets: list[Outlet], on_closed: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        outlets: list[Outlet],
+        on_closed: Callable[[], None],
+        on_file_error: Callable[[OSError], None],
+    ) -> None:
         self._loop = loop
         self._outlets = outlets
         self._on_closed = on_closed
+        self._on_file_error = on_file_error
         self._is_closed = False
-        self._channels: dict[int, tuple[int, Outlet]] = {}  # by reading end: rank and outlet
+        self._channels: dict[int, Channel] = {}  # by reading end
         self._last_read_s: dict[int, float] = {}
         self._releasing: set[int] = set()  # channels on which the start of a line waits
 
@@ -44,24 +69,26 @@ class Forwarder:
         """Whether all that they have said is written."""
         return all(outlet.is_empty for outlet in self._outlets)
 
-    def attach(self, ends: Ends) -> None:
-        for fd, outlet in ends.outputs.items():
-            self._channels[fd] = (ends.rank, outlet)
-            self._loop.watch(fd, READ, lambda fd=fd: self._read(fd))  # type: ignore[misc]
+    def attach(self, channel: Channel) -> None:
+        self._channels[channel.fd] = channel
+        self._watch(channel.fd)
 
     def rank_ended(self, rank: int) -> None:
         """Close the rank's channels once they are still: all that it wrote itself is there by now."""
         ended_s = time.monotonic()
-        for fd in [fd for fd, (owner, _) in self._channels.items() if owner == rank]:
+        for fd in [fd for fd, channel in self._channels.items() if channel.rank == rank]:
             self._loop.call_later(_STILL_S, lambda fd=fd: self._close_if_still(fd, ended_s))  # type: ignore[misc]
 
     def follow_window(self) -> None:
-        for fd, (_, outlet) in self._channels.items():
-            if outlet.is_terminal:
-                copy_window_size(outlet, fd)
+        for fd, channel in self._channels.items():
+            if channel.outlet is not None and channel.outlet.is_terminal:
+                copy_window_size(channel.outlet, fd)
+
+    def _watch(self, fd: int) -> None:
+        self._loop.watch(fd, READ, lambda: self._read(fd))
 
     def _read(self, fd: int) -> None:
-        rank, outlet = self._channels[fd]
+        channel = self._channels[fd]
         try:
             data = os.read(fd, _READ_BYTES)
         except BlockingIOError:
@@ -72,9 +99,18 @@ class Forwarder:
             self._close(fd)
             return
         self._last_read_s[fd] = time.monotonic()
-        self._put(outlet, outlet.interleaver.feed(rank, data))
-        if outlet.interleaver.holds_start(rank):
-            self._release_later(fd)
+        if channel.file is not None:
+            self._keep(channel.file, data)
+        if channel.outlet is not None:
+            self._put(channel.outlet, channel.outlet.interleaver.feed(channel.rank, data))
+            if channel.outlet.interleaver.holds_start(channel.rank):
+                self._release_later(fd)
+
+    def _keep(self, file: LogFile, data: bytes) -> None:
+        try:
+            file.write(data)
+        except OSError as error:
+            self._on_file_error(error)
 
     def _release_later(self, fd: int) -> None:
         if fd not in self._releasing:
@@ -84,9 +120,10 @@ class Forwarder:
     def _release(self, fd: int) -> None:
         """Show the start of a line, unless it is still growing."""
         self._releasing.discard(fd)
-        if fd not in self._channels:
+        channel = self._channels.get(fd)
+        if channel is None or channel.outlet is None:
             return
-        rank, outlet = self._channels[fd]
+        rank, outlet = channel.rank, channel.outlet
         if time.monotonic() - self._last_read_s[fd] < _LINE_S:
             self._release_later(fd)
         else:
@@ -104,10 +141,14 @@ class Forwarder:
             self._loop.call_later(_STILL_S, lambda: self._close_if_still(fd, ended_s))
 
     def _close(self, fd: int) -> None:
-        rank, outlet = self._channels.pop(fd)
+        channel = self._channels.pop(fd)
+        self._last_read_s.pop(fd, None)
         self._loop.unwatch(fd)
         os.close(fd)
-        self._put(outlet, outlet.interleaver.finish(rank))
+        if channel.file is not None:
+            channel.file.close()
+        if channel.outlet is not None:
+            self._put(channel.outlet, channel.outlet.interleaver.finish(channel.rank))
 
     def _put(self, outlet: Outlet, data: bytes) -> None:
         outlet.put(data)
@@ -129,10 +170,10 @@ class Forwarder:
         if not outlet.is_full:
             for fd in self._channels_of(outlet):
                 if not self._loop.is_watched(fd):
-                    self._loop.watch(fd, READ, lambda fd=fd: self._read(fd))  # type: ignore[misc]
+                    self._watch(fd)
 
     def _channels_of(self, outlet: Outlet) -> list[int]:
-        return [fd for fd, (_, where) in self._channels.items() if where is outlet]
+        return [fd for fd, channel in self._channels.items() if channel.outlet is outlet]
 
     def _note_broken(self, outlet: Outlet) -> None:
         if outlet.is_broken and "stdout" in outlet.streams and not self._is_closed:

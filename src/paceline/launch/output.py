@@ -1,6 +1,6 @@
-"""Many ranks' output in one stream, each line whole and, from the second speaker on, marked with its rank.
+"""Many ranks' output in one stream, each line whole and, as soon as any but rank 0 has spoken, marked with its rank.
 
-While one rank alone speaks its bytes pass untouched, so progress bars and prompts look as they do without a launcher.
+While rank 0 alone speaks its bytes pass untouched, so progress bars and prompts look as they do without a launcher.
 But the start of a line waits a moment for its end: another rank may speak in between, and then it is marked as a whole.
 """
 
@@ -15,10 +15,10 @@ _LONGEST_LINE_BYTES = 1 << 20
 class Interleaver:
     """Joins the ranks' pieces of one stream.
 
-    All streams of a launch share one ``Speakers``: marks begin on stderr too when the second rank speaks on stdout.
+    All streams of a launch share one ``Speakers``: marks begin on stderr too when another rank speaks on stdout.
 
     Args:
-        speakers: who has spoken so far.
+        speakers: whether any but rank 0 has spoken.
         is_terminal: a carriage return ends a line too, so that progress bars of several ranks stay apart.
     """
 
@@ -49,7 +49,7 @@ class Interleaver:
         return whole
 
     def holds_start(self, rank: int) -> bool:
-        """Whether the start of a line waits that may be shown: that of the only rank that has spoken."""
+        """Whether the start of a line waits that may be shown: rank 0's, as long as no other has spoken."""
         return not self.speakers.several and rank in self._held
 
     def release(self, rank: int) -> bytes:
@@ -92,17 +92,13 @@ class Interleaver:
 
 @dataclass
 class Speakers:
-    """Which ranks have said anything, and how each is marked once there are several."""
+    """Whether any but rank 0 has said anything, and how each rank is marked once one has."""
 
     num_ranks: int
-    _first: int | None = None
     several: bool = False
 
     def add(self, rank: int) -> None:
-        if self._first is None:
-            self._first = rank
-        elif rank != self._first:
-            self.several = True
+        self.several = self.several or rank != 0
 
     @property
     def mark_width(self) -> int:

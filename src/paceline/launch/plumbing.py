@@ -60,11 +60,14 @@ class Outlet:
         del self._waiting[:written]
 
 
-def open_outlets(num_ranks: int) -> list[Outlet]:
-    """Outlets for stdout and stderr; one for both where they are the same file, so that their order is kept."""
-    speakers = Speakers(num_ranks)
+def open_outlets(speakers: Speakers, *, apart: bool) -> list[Outlet]:
+    """Outlets for stdout and stderr; one for both where they are the same file, so that their order is kept.
+
+    Args:
+        apart: two in any case, as where files are to be told apart.
+    """
     one, two = os.fstat(1), os.fstat(2)
-    same = (one.st_dev, one.st_ino, one.st_rdev) == (two.st_dev, two.st_ino, two.st_rdev)
+    same = not apart and (one.st_dev, one.st_ino, one.st_rdev) == (two.st_dev, two.st_ino, two.st_rdev)
     parts = [(1, ("stdout", "stderr"))] if same else [(1, ("stdout",)), (2, ("stderr",))]
     return [Outlet(fd, streams, Interleaver(speakers, os.isatty(fd))) for fd, streams in parts]
 
@@ -79,9 +82,9 @@ def open_standard_streams() -> None:
         os.set_inheritable(fd, True)
 
 
-def open_channel(outlet: Outlet) -> tuple[int, int]:
+def open_channel(outlet: Outlet | None) -> tuple[int, int]:
     """The reading and the writing end of a rank's stream: a terminal if the launcher has one there, else a pipe."""
-    if not outlet.is_terminal:
+    if outlet is None or not outlet.is_terminal:
         reader, writer = os.pipe()
     else:
         reader, writer = pty.openpty()

@@ -6,7 +6,7 @@ import errno
 import socket
 
 from paceline.errors import LaunchError
-from paceline.launch.environment import MASTER_ADDR
+from paceline.launch.layout import LOOPBACK
 from paceline.ports import describe_port_holder
 
 
@@ -22,7 +22,7 @@ def claim_port(port: int, *, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((MASTER_ADDR, port))
+        listener.bind((LOOPBACK, port))
         listener.listen(backlog)
     except OSError as error:
         listener.close()
@@ -32,7 +32,7 @@ def claim_port(port: int, *, backlog: int) -> socket.socket:
                 "--master-port, or leave it out to take a free one"
             ) from None
         raise LaunchError(
-            f"port {port} cannot be bound on {MASTER_ADDR}: {error.strerror}; choose another --master-port, "
+            f"port {port} cannot be bound on {LOOPBACK}: {error.strerror}; choose another --master-port, "
             "or leave it out to take a free one"
         ) from None
     return listener

@@ -83,3 +83,20 @@ def _frames_of_program(error: BaseException) -> TracebackType | None:
     while frames is not None and frames.tb_frame.f_code.co_filename in hidden:
         frames = frames.tb_next
     return frames
+
+
+@dataclass(frozen=True)
+class Command:
+    """One rank's program where it is not Python's: it takes this process over."""
+
+    target: str
+    args: tuple[str, ...]
+
+    def run(self) -> None:
+        """Ends as a shell does where it cannot be started: with 127 or 126."""
+        try:
+            os.execvp(self.target, [self.target, *self.args])
+        except OSError as error:
+            sys.stderr.write(f"paceline: {self.target!r} cannot be started: {error.strerror}\n")
+            sys.stderr.flush()
+            os._exit(127 if isinstance(error, FileNotFoundError) else 126)

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from paceline.launch.dispositions import Dispositions
 from paceline.launch.prctl import die_with_parent
-from paceline.launch.program import Program
+from paceline.launch.program import Command, Program
 from paceline.launch.report import Reporter
 from paceline.launch.wire import Message
 
@@ -24,6 +24,8 @@ def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> No
         os.close(fd)
     os.set_inheritable(birth["report"], False)
     os.environ.update(birth["environment"])
+    if birth["numa_binding"]:
+        _bind_to_cores_near_gpu(birth["rank"], birth["numa_binding"])
     for stream in (sys.stdout, sys.stderr):
         _follow_terminal(stream)
     _reseed_numpy()
@@ -34,9 +36,18 @@ def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> No
 
 def runner(birth: Message, job: Message) -> Callable[[], None]:
     """What runs the script in this rank."""
+    if job["is_command"]:
+        return Command(job["target"], tuple(birth["args"])).run
     reporter = Reporter(birth["report"], birth["rank"])
     program = Program(job["target"], tuple(birth["args"]), job["is_module"], reporter)
     return program.run
+
+
+def _bind_to_cores_near_gpu(gpu: int, mode: str) -> None:
+    from torch.numa import binding
+
+    options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
+    binding._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)
 
 
 def _follow_terminal(stream: TextIO) -> None:

@@ -2,21 +2,18 @@
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.launch.counts import usable_cores
-from paceline.launch.environment import MASTER_ADDR, rank_environment, shared_environment
-from paceline.launch.local_rank import declared_spelling, local_rank_args
-from paceline.launch.plumbing import Outlet, open_channel
-from paceline.launch.ports import claim_port
+from paceline.launch.layout import shared_environment
 from paceline.launch.spec import LaunchSpec
-from paceline.launch.wire import Decoder, Message, encode
-from paceline.processes import started_at
+from paceline.launch.wire import Message, Receiver, send
+from paceline.processes import own_mark
 
 # Runs in the server and, with all of what is below it gone, in each rank. The current folder must not shadow modules
 # that the server imports, so it leaves the path first; the package is found wherever this launcher was found.
@@ -29,71 +26,67 @@ _END_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
-class Ends:
-    """The supervisor's ends of what leads to one rank; ``outputs`` maps a reading end to its outlet."""
+class Birth:
+    """What a rank is born with: its arguments, the variables that are its own, and its ends of what leads out of it.
+
+    ``rank`` is its number on this host.
+    """
 
     rank: int
-    outputs: dict[int, Outlet]
+    args: Sequence[str]
+    environment: dict[str, str]
+    numa_binding: str
+    stdout: int
+    stderr: int
     report: int
 
 
 class ForkServer:
-    """The running server and the supervisor's ends of all that leads to it."""
+    """The running server. What is asked of it before it is ready waits."""
 
-    def __init__(self, spec: LaunchSpec, outlets: list[Outlet]) -> None:
-        self.ends: list[Ends] = []
-        self._decoder = Decoder()
-        self._theirs: set[int] = set()
-        listener = claim_port(spec.master_port, backlog=max(128, spec.num_ranks))
-        self.control, their_control = socket.socketpair()
+    def __init__(self, spec: LaunchSpec) -> None:
+        self.control, theirs = socket.socketpair()
+        self._receiver = Receiver(self.control)
         try:
-            port, run_id = listener.getsockname()[1], secrets.token_hex(8)
-            option = None if spec.is_module else declared_spelling(spec.target)
-            job = {
-                "listener": listener.fileno(),
-                "address": MASTER_ADDR,
-                "port": port,
+            self._process = _start(spec, theirs.fileno())
+        finally:
+            theirs.close()
+        self._order(
+            {
+                "do": "prepare",
                 "target": spec.target,
                 "is_module": spec.is_module,
-                "ranks": [
-                    {
-                        "rank": rank,
-                        "args": local_rank_args(option, spec.args, rank),
-                        "environment": rank_environment(spec, rank, port=port, run_id=run_id),
-                        **self._open_ends(rank, outlets),
-                    }
-                    for rank in range(spec.num_ranks)
-                ],
+                "is_command": spec.is_command,
             }
-            self._process = _start(spec, their_control.fileno(), {listener.fileno(), *self._theirs})
-        finally:
-            for fd in self._theirs:
-                os.close(fd)
-            listener.close()
-            their_control.close()
-        with contextlib.suppress(OSError):  # it died: seen when it is next listened to
-            self.control.sendall(encode(job))
+        )
 
-    def _open_ends(self, rank: int, outlets: list[Outlet]) -> dict[str, int]:
-        theirs: dict[str, int] = {}
-        outputs: dict[int, Outlet] = {}
-        for outlet in outlets:
-            reader, writer = open_channel(outlet)
-            outputs[reader] = outlet
-            theirs.update(dict.fromkeys(outlet.streams, writer))
-        reader, theirs["report"] = os.pipe()
-        os.set_blocking(reader, False)
-        self.ends.append(Ends(rank, outputs, reader))
-        self._theirs.update(theirs.values())
-        return theirs
+    def host_store(self, listener: socket.socket, address: str, port: int) -> None:
+        """Have the store where the ranks meet hosted on ``listener``, which the caller may close."""
+        self._order({"do": "host", "address": address, "port": port}, [listener.fileno()])
+
+    def bear(self, birth: Birth) -> None:
+        """Fork a rank. The caller may close its ends."""
+        order = {
+            "do": "bear",
+            "rank": birth.rank,
+            "args": list(birth.args),
+            "environment": birth.environment,
+            "numa_binding": birth.numa_binding,
+        }
+        self._order(order, [birth.stdout, birth.stderr, birth.report])
+
+    def sweep(self) -> None:
+        """Leave nothing of this life; a "swept" event tells when that is done."""
+        self._order({"do": "sweep"})
+
+    def _order(self, order: Message, fds: Sequence[int] = ()) -> None:
+        with contextlib.suppress(OSError):  # it died: seen when it is next listened to
+            send(self.control, order, fds)
 
     def receive(self) -> list[Message] | None:
         """Messages that have come; None once the server is gone."""
-        try:
-            data = self.control.recv(65536)
-        except ConnectionResetError:
-            return None
-        return self._decoder.feed(data) if data else None
+        received = self._receiver.receive()
+        return None if received is None else [message for message, _ in received]
 
     def end(self) -> None:
         """Hang up, and wait until the server has swept what the ranks left behind."""
@@ -115,20 +108,20 @@ class ForkServer:
         self._process.send_signal(signal.SIGKILL)
 
 
-def _start(spec: LaunchSpec, control: int, fds: set[int]) -> "subprocess.Popen[bytes]":
+def _start(spec: LaunchSpec, control: int) -> "subprocess.Popen[bytes]":
     home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.stdout, "write_through", False):
         flags = [*flags, "-u"]
     # The script is on its command line too, so that who looks for the script's processes finds all of them.
     command = [sys.executable, *flags, "-c", _BOOT.format(home=home), str(control), spec.target, *spec.args]
-    # By this, in /proc/PID/environ, who looks for what a launcher has started finds it when that is gone: see runs.
-    mark = {"PACELINE_LAUNCHER": f"{os.getpid()}:{started_at(os.getpid())}"}
-    shared = shared_environment(os.environ, num_ranks=spec.num_ranks, num_cores=usable_cores())
+    shared = shared_environment(
+        os.environ, num_ranks=spec.num_ranks, num_cores=usable_cores(), is_alone=spec.nodes.is_alone
+    )
     return subprocess.Popen(
         command,
-        env={**os.environ, **shared, **mark},
-        pass_fds=[control, *fds],
+        env={**os.environ, **shared, **own_mark()},
+        pass_fds=[control],
         # A rank is in the background of the terminal, where a read would stop it.
         stdin=subprocess.DEVNULL if os.isatty(0) else None,
     )

@@ -2,14 +2,62 @@
 
 import os
 import resource
+import shutil
+import signal
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
+from paceline.launch.layout import LOOPBACK
+from paceline.launch.logs import LogSpec
 
 # Two output channels and a report pipe a rank, both ends of which one process holds for a moment.
 _FDS_PER_RANK = 6
 _FDS_BESIDE = 64
+
+
+@dataclass(frozen=True)
+class NodesSpec:
+    """The hosts of a job, each of which has a launcher of its own.
+
+    Args:
+        least, most: how many there are.
+        node_rank: of this one, where the rendezvous is static.
+        backend: of the rendezvous: static, c10d, or any other that torch.distributed.elastic knows.
+        endpoint: where the launchers meet, as HOST:PORT; where it is empty, at ``address``.
+        run_id: what tells this job from others at the same endpoint; empty for one of its own.
+        conf: of the rendezvous, as torch.distributed.elastic takes it.
+        address: of the first host, where the rendezvous is static.
+        local_address: of this host, as the others reach it; empty to find out.
+    """
+
+    least: int = 1
+    most: int = 1
+    node_rank: int = 0
+    backend: str = "static"
+    endpoint: str = ""
+    run_id: str = ""
+    conf: str = ""
+    address: str = LOOPBACK
+    local_address: str = ""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.least <= self.most:
+            raise LaunchError(
+                f"expected --nnodes N, or LEAST:MOST with 1 <= LEAST <= MOST, but got {self.least}:{self.most}"
+            )
+        if self.backend == "static" and not 0 <= self.node_rank < self.most:
+            raise LaunchError(f"expected --node-rank from 0 to {self.most - 1}, but got {self.node_rank}")
+        if self.backend == "static" and self.least != self.most:
+            raise LaunchError(
+                f"--nnodes {self.least}:{self.most} lets hosts come and go, which a static rendezvous cannot; "
+                "add --rdzv-backend c10d and --rdzv-endpoint HOST:PORT"
+            )
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other host."""
+        return self.most == 1
 
 
 @dataclass(frozen=True)
@@ -20,9 +68,18 @@ class LaunchSpec:
         target: the script as the user typed it (a file, or a folder or zip with a ``__main__.py``), or a module's name.
         args: what the script finds in ``sys.argv[1:]``.
         is_module: ``target`` is a module, as in ``python -m``.
-        num_ranks: how many ranks; all on this host, so it is WORLD_SIZE and LOCAL_WORLD_SIZE alike.
+        is_command: ``target`` is a program of any kind, not Python's.
+        num_ranks: how many ranks on this host.
         master_port: the rendezvous port; 0 takes any free one.
         grace_s: how long ranks that were asked to stop may take before they are killed, in seconds.
+        max_restarts: how often all ranks are started again after one has failed.
+        role: what ROLE_NAME tells the ranks.
+        has_virtual_local_rank: each rank sees its own GPU alone, as device 0, and LOCAL_RANK=0.
+        numa_binding: how ranks are bound to the cores near their GPU; empty for not at all.
+        signals: the names of those that end the launch, or are passed on.
+        report_path: where the verdict is written as JSON; empty for nowhere.
+        logs: what becomes of the ranks' output.
+        nodes: the hosts of the job.
     Raises:
         LaunchError: a value is out of range, or there is no such script.
     """
@@ -30,12 +87,28 @@ class LaunchSpec:
     target: str
     args: tuple[str, ...] = ()
     is_module: bool = False
+    is_command: bool = False
     num_ranks: int = 1
     master_port: int = 0
     grace_s: float = 5.0
+    max_restarts: int = 0
+    role: str = "default"
+    has_virtual_local_rank: bool = False
+    numa_binding: str = ""
+    signals: tuple[str, ...] = ()
+    report_path: str = ""
+    logs: LogSpec = field(default_factory=LogSpec)
+    nodes: NodesSpec = field(default_factory=NodesSpec)
 
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)
+        if self.max_restarts < 0:
+            raise LaunchError(f"expected 0 restarts or more, but got {self.max_restarts}")
+        for name in self.signals:
+            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+                raise LaunchError(
+                    f"{name!r} in --signals-to-handle is no signal that can be handled; expected names such as SIGTERM"
+                )
         if not 0 <= self.master_port <= 65535:
             raise LaunchError(
                 f"expected a port from 1 to 65535, or 0 for any free one, but got {self.master_port}; "
@@ -43,7 +116,10 @@ class LaunchSpec:
             )
         if not self.grace_s >= 0:
             raise LaunchError(f"expected a grace of 0 seconds or more, but got {self.grace_s:g}")
-        if not self.is_module:
+        if self.is_command:
+            if shutil.which(self.target) is None:
+                raise LaunchError(f"no such program: {self.target!r} (looked along PATH)")
+        elif not self.is_module:
             _check_script(self.target)
 
 

@@ -1,29 +1,50 @@
 """The launcher's own process: forwards output and signals, stops the others when one rank fails, and says why.
 
-One thread, one loop. It decides how a launch ends exactly once (``_cause``), and always ends it the same way: all
-ranks ended, all output drained, the verdict printed last, the server gone.
+One thread, one loop, one life of the ranks after another:
+
+    meet the other hosts  ->  bear the ranks  ->  all have ended, all output is drained  ->  sweep  -+-> the verdict
+            ^                                                                                        |
+            +---------------------------------- a failure, and restarts are left --------------------+
+
+It decides how a life ends exactly once, and always ends it the same way: all ranks ended, all output drained, nothing
+of theirs left. The verdict is printed last.
 """
 
 import contextlib
-import math
 import os
+import secrets
 import signal
+import socket
 import time
 from collections import deque
-from functools import partial
 
 from paceline.errors import LaunchError
+from paceline.launch.birth import Nursery
 from paceline.launch.dispositions import Dispositions, only_wake
-from paceline.launch.failure import SETTLE_S, Ending, Report, describe, describe_interrupt, first_failure, in_red
+from paceline.launch.failure import (
+    SETTLE_S,
+    as_json,
+    describe,
+    describe_interrupt,
+    describe_wait,
+    first_failure,
+    in_red,
+)
 from paceline.launch.forwarding import Forwarder
+from paceline.launch.layout import Layout
+from paceline.launch.life import Life
+from paceline.launch.logs import Logs
 from paceline.launch.loop import READ, Loop
+from paceline.launch.output import Speakers
 from paceline.launch.plumbing import open_outlets, open_standard_streams
+from paceline.launch.ports import claim_port
 from paceline.launch.server import ForkServer
 from paceline.launch.spec import LaunchSpec
-from paceline.launch.wire import Decoder, Message, write_all
+from paceline.launch.wire import Message, write_all
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_PATIENCE_S = 1.0  # for ranks to end, before it is said that they are waited for
 _OF_TERMINAL = (signal.SIGTSTP, signal.SIGWINCH)
 
 
@@ -36,7 +57,8 @@ def launch(spec: LaunchSpec) -> int:
         LaunchError: the ranks could not be started or held together.
     """
     open_standard_streams()
-    dispositions = Dispositions.capture([*_ENDING, *_FORWARDED, *_OF_TERMINAL])
+    asked = tuple(signal.Signals[name] for name in spec.signals)
+    dispositions = Dispositions.capture(dict.fromkeys([*_ENDING, *_FORWARDED, *_OF_TERMINAL, *asked]))
     wake_reader, wake_writer = os.pipe()
     for end in (wake_reader, wake_writer):
         os.set_blocking(end, False)
@@ -56,43 +78,87 @@ def launch(spec: LaunchSpec) -> int:
 class _Supervisor:
     def __init__(self, spec: LaunchSpec, wake_fd: int) -> None:
         self._spec = spec
+        self._run_id = spec.nodes.run_id or secrets.token_hex(8)
+        self._logs = Logs(spec.logs, self._run_id)
+        self._speakers = Speakers(spec.num_ranks)
         self._loop = Loop()
-        self._outlets = open_outlets(spec.num_ranks)
-        self._forwarder = Forwarder(self._loop, self._outlets, self._on_output_closed)
-        self._server = ForkServer(spec, self._outlets)
-        self._pids: dict[int, int] = {}
-        self._decoders = [Decoder() for _ in range(spec.num_ranks)]
-        self._reports: dict[int, Report] = {}
-        self._ended: dict[int, tuple[int, float]] = {}  # by rank: code, moment
+        self._outlets = open_outlets(self._speakers, apart=not spec.logs.is_plain)
+        self._forwarder = Forwarder(self._loop, self._outlets, self._on_output_closed, self._on_file_error)
+        self._life: Life | None = None
+        self._num_lives = 0
+        self._restarts_left = spec.max_restarts
+        self._verdict: int | None = None
         self._ending_signal: signal.Signals | None = None
         self._is_hurried = False  # output that nobody reads is given up
         self._output_closed = False
+        self._is_server_gone = False
         self._broken: str | None = None  # why the launcher itself cannot go on
-        self._stop_at_s = math.inf
         self._last_signal = signal.SIGTERM
         self._escalation: deque[signal.Signals] = deque()
+        self._listener: socket.socket | None = self._claim_port()  # of the first life: a taken port is known at once
+        self._server = ForkServer(spec)
+        self._nursery = Nursery(spec, self._server, self._outlets, self._logs)
         self._loop.watch(wake_fd, READ, lambda: self._on_signals(os.read(wake_fd, 4096)))
         self._loop.watch(self._server.control.fileno(), READ, self._on_server)
-        for ends in self._server.ends:
-            self._forwarder.attach(ends)
-            self._loop.watch(ends.report, READ, partial(self._read_report, ends.rank))
 
     def run(self) -> int:
         try:
-            while not self._is_over():
+            while self._verdict is None:
                 self._loop.turn()
-            return self._conclude()
+                if self._life is not None and self._is_over(self._life):
+                    self._end_life(self._life)
+            return self._verdict
         except BaseException:
             self._server.kill()
             raise
         finally:
             self._server.end()
             self._loop.close()
+            if self._listener is not None:
+                self._listener.close()
 
-    def _is_over(self) -> bool:
-        if len(self._ended) < self._spec.num_ranks:
+    # -- lives ---------------------------------------------------------------------------------------------------
+
+    def _begin_life(self) -> None:
+        """Bear all ranks, at a store of their own."""
+        listener, self._listener = self._listener, None
+        with listener or self._claim_port() as listener:
+            address, port = listener.getsockname()[:2]
+            layout = Layout.of_one_host(self._run_id, self._num_lives, self._spec.num_ranks, port)
+            self._server.host_store(listener, address, port)
+        self._num_lives += 1
+        self._life = Life(layout, self._loop, self._forwarder, self._stop_soon)
+        for local_rank in range(layout.num_ranks):
+            self._nursery.bear(self._life, local_rank)
+
+    def _claim_port(self) -> socket.socket:
+        return claim_port(self._spec.master_port, backlog=max(128, self._spec.num_ranks))
+
+    def _is_over(self, life: Life) -> bool:
+        if not life.has_ended:
             return False
         return self._is_hurried or (self._forwarder.is_drained and self._forwarder.is_flushed)
+
+    def _end_life(self, life: Life) -> None:
+        """All have ended: begin the next life, or say how it ended."""
+        life.close()
+        self._life = None
+        endings = life.endings()
+        first = first_failure(endings)
+        if first is None or not self._may_restart():
+            self._conclude(life)
+            return
+        self._restarts_left -= 1
+        number = self._spec.max_restarts - self._restarts_left
+        self._say(describe(endings, first), in_color=True)
+        self._say(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
+        self._server.sweep()  # the next life begins when that is done
+
+    def _may_restart(self) -> bool:
+        is_wanted = self._ending_signal is None and not self._output_closed and self._broken is None
+        return is_wanted and not self._is_server_gone and self._restarts_left > 0
+
+    # -- what the fork server tells ------------------------------------------------------------------------------
 
     def _on_server(self) -> None:
         messages = self._server.receive()
@@ -100,84 +166,79 @@ class _Supervisor:
             self._loop.unwatch(self._server.control.fileno())
             self._on_server_gone()
         for message in messages or ():
-            if message["event"] == "born":
-                self._on_born(message["rank"], message["pid"])
-            elif message["event"] == "ended":
-                self._on_ended(message)
+            self._hear(message)
+
+    def _hear(self, message: Message) -> None:
+        life = self._life
+        if message["event"] in ("ready", "swept"):
+            if self._ending_signal is None and not self._output_closed:
+                self._begin_life()
             else:
-                self._broken = self._broken or message["text"]
-                self._stop(signal.SIGTERM, signal.SIGKILL)
-
-    def _on_born(self, rank: int, pid: int) -> None:
-        self._pids[rank] = pid
-        if self._is_stopping:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, self._last_signal)
-
-    def _on_ended(self, message: Message) -> None:
-        rank, code = message["rank"], message["code"]
-        self._ended[rank] = (code, message["at_s"])
-        self._forwarder.rank_ended(rank)
-        self._read_report(rank)  # it was written before the end, but may not have been looked at yet
-        if code != 0 and rank not in self._reports:
-            self._stop_soon()
-
-    def _read_report(self, rank: int) -> None:
-        ends = self._server.ends[rank]
-        try:
-            data = os.read(ends.report, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            self._loop.unwatch(ends.report)
-        for message in self._decoders[rank].feed(data):
-            self._reports[rank] = Report(**message)
-            self._stop_soon()
-
-    def _stop_soon(self) -> None:
-        """Stop the ranks, but not at once: what this failure caused, or was caused by, is seen in a moment."""
-        self._loop.call_later(SETTLE_S, lambda: self._stop(signal.SIGTERM, signal.SIGKILL))
+                self._conclude(None)
+        elif message["event"] == "error":
+            self._broken = self._broken or message["text"]
+            self._stop(signal.SIGTERM, signal.SIGKILL)
+        elif life is not None and message["event"] == "born":
+            life.born(message["rank"], message["pid"])
+            if life.is_stopping:
+                life.signal_group(message["rank"], self._last_signal)
+        elif life is not None:
+            life.ended(message["rank"], message["code"], message["at_s"])
 
     def _on_server_gone(self) -> None:
-        missing = [rank for rank in range(self._spec.num_ranks) if rank not in self._ended]
-        if not missing:
+        life = self._life
+        self._is_server_gone = True
+        has_begun = life is not None and life.has_begun
+        if life is not None and not life.has_ended:
+            self._signal_groups(signal.SIGKILL)
+            life.lost()
+        elif life is not None or self._verdict is not None:
             return
         code = self._server.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        which = "its ranks were stopped" if self._pids else "no rank was started; what it said stands above"
+        which = "its ranks were stopped" if has_begun else "no rank was started; what it said stands above"
         self._broken = self._broken or f"the fork server {how}; {which}"
-        self._signal_groups(signal.SIGKILL)
-        now = time.monotonic()
-        self._stop_at_s = min(self._stop_at_s, now)
-        for rank in missing:
-            self._ended[rank] = (-signal.SIGKILL, now)
-            self._forwarder.rank_ended(rank)
+        if life is None:
+            self._conclude(None)
+
+    def _stop_soon(self) -> None:
+        """Stop the ranks, but not at once: what this failure caused, or was caused by, is seen in a moment."""
+        life = self._life
+        self._loop.call_later(SETTLE_S, lambda: self._stop(signal.SIGTERM, signal.SIGKILL, life=life))
+
+    # -- output and signals --------------------------------------------------------------------------------------
 
     def _on_output_closed(self) -> None:
         self._output_closed = True
+        self._stop(signal.SIGTERM, signal.SIGKILL)
+
+    def _on_file_error(self, error: OSError) -> None:
+        self._broken = self._broken or f"a log in {self._logs.directory} cannot be written: {error.strerror}"
         self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def _on_signals(self, signums: bytes) -> None:
         for signum in map(signal.Signals, signums):
             if signum in _ENDING:
                 self._on_ending_signal(signum)
-            elif signum in _FORWARDED:
-                for _, pid in self._living():
-                    os.kill(pid, signum)
             elif signum == signal.SIGTSTP:
                 self._pause()
             elif signum == signal.SIGWINCH:
                 self._forwarder.follow_window()
                 self._signal_groups(signum)
+            elif self._life is not None:
+                for _, pid in self._life.living():
+                    os.kill(pid, signum)
 
     def _on_ending_signal(self, signum: signal.Signals) -> None:
-        if self._is_stopping and signum == signal.SIGINT:  # the second Ctrl-C: no more patience
+        is_stopping = self._ending_signal is not None or (self._life is not None and self._life.is_stopping)
+        if is_stopping and signum == signal.SIGINT:  # the second Ctrl-C: no more patience
             self._is_hurried = True
+            self._ending_signal = self._ending_signal or signum
             self._escalation = deque([signal.SIGKILL])
-            self._escalate()
-        elif not self._is_stopping:
+            self._escalate(self._life)
+        elif self._ending_signal is None:
             self._ending_signal = signum
-            first = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+            first = signum if signum in (signal.SIGINT, signal.SIGQUIT) else signal.SIGTERM
             self._stop(*dict.fromkeys((first, signal.SIGTERM, signal.SIGKILL)))
 
     def _pause(self) -> None:
@@ -186,62 +247,71 @@ class _Supervisor:
         os.kill(os.getpid(), signal.SIGSTOP)
         self._signal_groups(signal.SIGCONT)
 
-    @property
-    def _is_stopping(self) -> bool:
-        return self._stop_at_s < math.inf
+    # -- stopping ------------------------------------------------------------------------------------------------
 
-    def _stop(self, *signals: signal.Signals) -> None:
-        """Stop all ranks: each signal in turn, a grace apart. The first call decides."""
-        if self._is_stopping:
-            return
-        self._stop_at_s = time.monotonic()
-        self._escalation = deque(signals)
-        if self._pids:
-            self._escalate()
-        else:
+    def _stop(self, *signals: signal.Signals, life: Life | None = None) -> None:
+        """Stop the life that there is, or ``life``: each signal in turn, a grace apart. The first call decides."""
+        life = life or self._life
+        if life is None:
             self._server.kill()  # seen on the control socket
+        elif life is self._life and not life.is_stopping:
+            life.stop_at_s = time.monotonic()
+            self._escalation = deque(signals)
+            self._escalate(life)
+            self._loop.call_later(_PATIENCE_S, lambda: self._say_who_is_awaited(life))
 
-    def _escalate(self) -> None:
-        if self._escalation:
+    def _say_who_is_awaited(self, life: Life) -> None:
+        """Where ranks take their time to end: why they are to, and which they are."""
+        if life is self._life and not life.has_ended:
+            self._say(describe_wait(life.reports, [life.layout.first_rank + rank for rank, _ in life.living()]))
+
+    def _escalate(self, life: Life | None) -> None:
+        if self._escalation and life is not None and life is self._life:
             self._last_signal = self._escalation.popleft()
             self._signal_groups(self._last_signal)
-            self._loop.call_later(self._spec.grace_s, self._escalate)
-
-    def _living(self) -> list[tuple[int, int]]:
-        return [(rank, pid) for rank, pid in self._pids.items() if rank not in self._ended]
+            self._loop.call_later(self._spec.grace_s, lambda: self._escalate(life))
 
     def _signal_groups(self, signum: signal.Signals) -> None:
-        for rank, pid in self._living():
+        life = self._life
+        for local_rank, _ in list(life.living()) if life is not None else ():
             # A rank that has reported its failure is on its way out, and its exit code is wanted.
-            if signum == signal.SIGTERM and rank in self._reports and self._ending_signal is None:
+            if signum == signal.SIGTERM and life and local_rank in life.reports and self._ending_signal is None:
                 continue
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signum)
+            if life is not None:
+                life.signal_group(local_rank, signum)
 
-    def _conclude(self) -> int:
-        """Say how it ended; the exit code."""
+    # -- the verdict ---------------------------------------------------------------------------------------------
+
+    def _conclude(self, life: Life | None) -> None:
+        """Say how it ended, and with what exit code."""
         if self._ending_signal is not None:
-            self._say(describe_interrupt(self._reports))
+            self._say(describe_interrupt({} if life is None else life.reports))
             self._say(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
-            return 128 + self._ending_signal
-        if self._output_closed:
-            return 128 + signal.SIGPIPE
-        if self._broken is not None:
-            raise LaunchError(self._broken)
-        endings = [self._ending_of(rank) for rank in range(self._spec.num_ranks)]
-        first = first_failure(endings)
-        if first is None:
-            return 0
-        self._say(describe(endings, first), in_color=True)
-        return first.exit_status
+            self._verdict = 128 + self._ending_signal
+        elif self._output_closed:
+            self._verdict = 128 + signal.SIGPIPE
+        elif self._broken is not None or life is None:
+            raise LaunchError(self._broken or "no rank was started")
+        else:
+            endings = life.endings()
+            first = first_failure(endings)
+            self._verdict = 0 if first is None else first.exit_status
+            if first is not None:
+                self._say(describe(endings, first, logs=self._logs.directory), in_color=True)
+        if self._spec.report_path and life is not None:
+            self._write_report(life)
 
-    def _ending_of(self, rank: int) -> Ending:
-        code, at_s = self._ended[rank]
-        report = self._reports.get(rank)
-        if report is not None and code < 0 and at_s >= self._stop_at_s:
-            code = report.code  # killed by the launcher while it was ending
-        failed_at_s = report.at_s if report is not None else at_s
-        return Ending(rank, code, at_s, report, was_stopped=failed_at_s >= self._stop_at_s)
+    def _write_report(self, life: Life) -> None:
+        assert self._verdict is not None
+        restarts = self._spec.max_restarts - self._restarts_left
+        text = as_json(
+            life.endings(), self._verdict, host=socket.gethostname(), logs=self._logs.directory, num_restarts=restarts
+        )
+        try:
+            with open(self._spec.report_path, "w") as file:
+                file.write(text)
+        except OSError as error:
+            self._say(f"paceline: the report {self._spec.report_path} cannot be written: {error.strerror}\n")
 
     def _say(self, text: str, *, in_color: bool = False) -> None:
         outlet = next(outlet for outlet in self._outlets if "stderr" in outlet.streams)
