@@ -118,7 +118,7 @@ def read_placement(environ: Mapping[str, str], *, rank: int | None = None, world
         chosen,
         launcher=launcher,
         store_is_hosted=by_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0") if by_torchrun else "0",
+        attempt=_attempt_of(environ, launcher),
     )
 
 
@@ -218,10 +218,23 @@ def _scheduler_variables(environ: Mapping[str, str]) -> tuple[str, dict[str, _Va
     return "none", {}
 
 
+def _attempt_of(environ: Mapping[str, str], launcher: str) -> str:
+    """What tells this start from others that might meet at the same place: in Slurm, where ports are derived, the step.
+
+    A job that was requeued keeps its number, and its steps are counted from 0 again.
+    """
+    if launcher == "slurm" and "MASTER_PORT" not in environ:
+        return f"{_slurm_step(environ)}.{environ.get('SLURM_RESTART_COUNT', '0')}"
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if launcher == "torchrun" else "0"
+
+
+def _slurm_step(environ: Mapping[str, str]) -> str:
+    return f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+
+
 def _slurm_place(environ: Mapping[str, str], found: Mapping[str, _Variable]) -> dict[str, _Variable]:
     """Where a step's ranks meet: on its first host, at a port derived from its number. And how many are on this one."""
-    job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    derived = {"MASTER_PORT": _port_of(job)}
+    derived = {"MASTER_PORT": _port_of(_slurm_step(environ))}
     variable = next((name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if environ.get(name)), None)
     if variable is not None:
         hosts = expand_nodelist(environ[variable], variable)

@@ -41,7 +41,8 @@ SRUN = BATCH_STEP | {
 }
 ONE_HOST = {"SLURM_STEP_NODELIST": "gpu07", "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
 ONE_HOST |= {"SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_LOCALID": "4"}
-AS_SRUN_SAYS = Placement(4, 5, 1, 2, 1, 2, "gpu07", 22701, launcher="slurm")  # the CRC-32 of 1234.7 ends in 2701
+# The CRC-32 of 1234.7 ends in 2701.
+AS_SRUN_SAYS = Placement(4, 5, 1, 2, 1, 2, "gpu07", 22701, False, "1234.7.0", "slurm")
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
@@ -126,7 +127,7 @@ def test_a_slurm_step_on_two_hosts_meets_on_the_first():
 
 
 def test_a_slurm_step_on_one_host_meets_on_the_loopback():
-    expected = Placement(4, 5, 4, 5, 0, 1, "127.0.0.1", 22701, launcher="slurm")
+    expected = Placement(4, 5, 4, 5, 0, 1, "127.0.0.1", 22701, False, "1234.7.0", "slurm")
     assert read_placement(SRUN | ONE_HOST) == expected
 
 
@@ -143,11 +144,16 @@ def test_two_steps_of_one_job_meet_at_different_ports():
     assert read_placement(SRUN).port != read_placement(SRUN | {"SLURM_STEP_ID": "8"}).port
 
 
+def test_a_job_that_was_requeued_is_told_from_its_first_start_by_its_attempt():
+    requeued = read_placement(SRUN | {"SLURM_RESTART_COUNT": "1"})
+    assert (requeued.port, requeued.attempt) == (22701, "1234.7.1")
+
+
 def test_an_exported_address_overrules_what_is_derived_from_the_job():
     exported = {"MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "12345", "WORLD_SIZE": "5"}
     placement = read_placement(SRUN | exported)
     assert (placement.address, placement.port, placement.rank) == ("10.1.1.1", 12345, 4)
-    assert (placement.local_rank, placement.launcher) == (1, "slurm")
+    assert (placement.local_rank, placement.launcher, placement.attempt) == (1, "slurm", "0")
 
 
 def test_the_jobs_hosts_stand_in_where_the_steps_are_not_told():

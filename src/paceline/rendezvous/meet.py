@@ -24,6 +24,7 @@ from paceline.errors import RendezvousError, WorldError
 from paceline.rendezvous.address_file import AddressFile
 from paceline.rendezvous.meeting import Meeting
 from paceline.rendezvous.peers import Peer
+from paceline.rendezvous.slurm_nodes import address_of_node
 from paceline.rendezvous.stores import connect, serve, spell
 
 _POLL_S = 0.01
@@ -112,6 +113,8 @@ def meet(placement: Placement, method: Method, timeout_s: float) -> Meeting:
 def _meet_at(address: tuple[str, int], placement: Placement, deadline: float) -> tuple[Meeting, Callable[[], None]]:
     is_hosted = placement.store_is_hosted and address == (placement.address, placement.port)
     host = "the launcher" if is_hosted else "rank 0"
+    if placement.launcher == "slurm":
+        address = address_of_node(address[0]), address[1]
     if placement.rank == 0 and not is_hosted:
         store: dist.Store = serve(address, deadline)
     else:

@@ -71,6 +71,7 @@ def end(*, wait: bool, last_words: str = "") -> None:
     if world._pid != os.getpid():
         make_immortal(world)
         return
+    world._stopping.end(world._meeting)
     if world._hooks is not None:  # else the groups outlive the world
         _tell_listeners(last_words)
     try:

@@ -23,6 +23,7 @@ import torch
 from paceline.errors import BarrierTimeoutError, PeerError, WorldError
 from paceline.rendezvous import Meeting
 from paceline.world import leaving
+from paceline.world.stopping import Stopping
 from paceline.world.timeouts import seconds_of
 
 _ASKING_S = 1.0
@@ -60,6 +61,7 @@ class World:
     _pid: int = field(default_factory=os.getpid, repr=False)
     _calls: Counter[str] = field(default_factory=Counter, repr=False)  # tells one barrier from the next
     _own_seed: list[int] = field(default_factory=list, repr=False)  # what the ranks' streams part with, if seeded
+    _stopping: Stopping = field(default_factory=Stopping, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -125,6 +127,46 @@ class World:
             raise PeerError(f"rank {self.rank}: the main_first block failed on rank {first}, which reports:\n{error}")
         yield
 
+    def should_stop(self) -> bool:
+        """Whether to stop at this step, before the job's time is up: the same answer on all ranks at the same step.
+
+        To be called once a step on every rank. True from the step on that the ranks agree on once any of them has
+        received SIGUSR1 or SIGTERM, or has called ``request_stop``; a step without that costs about a microsecond and
+        waits for nobody::
+
+            with paceline.init() as world:
+                first = load_if_saved(model, optimizer)
+                for step in range(first, num_steps):
+                    train(model, optimizer, step)
+                    if world.should_stop():
+                        if world.is_main:
+                            save(model, optimizer, step + 1)
+                        break
+
+        The first call installs handlers for both signals, which call those that were there before; ``shutdown`` gives
+        them back. A second SIGTERM does what it would have done without them. A SIGUSR1 that comes to this rank when
+        another's has stopped it already is ignored. Slurm sends SIGUSR1 to the workers of loaders too: those that are
+        forked after the first call take no notice, others die of it.
+
+        Raises:
+            WorldError: the first call is not in the main thread, or the world has ended, or this process was forked
+                from a rank and is none.
+            BarrierTimeoutError: a rank is to stop, and another has not called this within ``init``'s timeout.
+            PeerError: a rank is to stop, and another has died, or has left without ever calling this.
+        """
+        self._check_not_forked("should_stop")
+        return self._stopping.at_next_step(self._meeting, self._timeout_s)
+
+    def request_stop(self) -> None:
+        """Let ``should_stop`` say so on all ranks soon. One rank is enough; any thread may call it, and more than once.
+
+        Raises:
+            PeerError: the store is gone with the rank that served it.
+            WorldError: this process was forked from a rank and is none.
+        """
+        self._check_not_forked("request_stop")
+        self._stopping.request(self._meeting)
+
     def who_is_gone(self) -> str:
         """Which of the other ranks has left the job or died, and why, in words; empty where all are there.
 
@@ -188,13 +230,16 @@ class World:
         leaving.leave(self, error)
 
     def _count(self, name: str) -> int:
+        self._check_not_forked(name)
+        self._calls[name] += 1
+        return self._calls[name]
+
+    def _check_not_forked(self, name: str) -> None:
         if self._pid != os.getpid():
             raise WorldError(
                 f"this process was forked from rank {self.rank} and is no rank itself. Call {name} in the rank, or "
                 "init() here for a world of its own."
             )
-        self._calls[name] += 1
-        return self._calls[name]
 
     def _first_of_my_node(self) -> int:
         peers = self._meeting.peers

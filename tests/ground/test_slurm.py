@@ -1,0 +1,143 @@
+"""Plain ``srun python script.py``, under real daemons of Slurm."""
+
+import json
+import pathlib
+import re
+import subprocess
+
+import pytest
+
+from paceline.rendezvous.slurm_nodes import address_of_node
+from support.commands import run_command, start, wait_until, write_script
+from support.slurm import slurm
+
+BATCH_FILE = pathlib.Path(__file__).parents[2] / "examples" / "train.sbatch"
+
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+
+pytestmark = pytest.mark.slow
+
+# Prints a line for each rank, once as many ranks as the second argument says are in their worlds.
+MEET = """
+import json, os, pathlib, sys, time
+import torch, torch.distributed as dist
+import paceline
+with paceline.init(timeout=40) as world:
+    total = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(total)
+    folder, num_ranks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    (folder / f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}.{world.rank}").touch()
+    while len(list(folder.iterdir())) < num_ranks:
+        time.sleep(0.01)
+    place = world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank, world.num_nodes
+    sys.stdout.write(json.dumps([*place, world.backend, total.item()]) + "\\n")
+    sys.stdout.flush()
+    world.barrier()
+"""
+
+TRAIN = """
+import json, os, pathlib, sys
+import torch, torch.distributed as dist
+import paceline
+folder = pathlib.Path(sys.argv[1])
+saved, life = folder / "saved", os.environ.get("SLURM_RESTART_COUNT", "0")
+with paceline.init(timeout=40) as world:
+    first = int(saved.read_text()) if saved.exists() else 0
+    last = first + 5 if first else 10**9
+    for step in range(first, last):
+        dist.all_reduce(torch.ones(1))
+        stopped = world.should_stop()
+        (folder / f"stepped {life} {world.rank}").touch()
+        if stopped:
+            break
+    if world.is_main:
+        saved.write_text(str(step + 1))
+    (folder / f"life {life} rank {world.rank}").write_text(json.dumps([first, step, stopped]))
+sys.exit(75 if stopped else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with slurm(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster
+
+
+def lines_of(process):
+    """What the ranks print, in order."""
+    try:
+        out, err = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"not done: {process.communicate()}") from None
+    assert process.returncode == 0, out + err
+    return sorted(json.loads(line) for line in out.splitlines() if line.startswith("["))
+
+
+def expect_ranks(num_nodes, per_node, backend):
+    size = num_nodes * per_node
+    return [
+        [rank, size, rank % per_node, per_node, rank // per_node, num_nodes, backend, size * (size + 1) / 2]
+        for rank in range(size)
+    ]
+
+
+def test_ranks_on_two_nodes_that_share_a_hosts_name_meet_and_are_told_apart(cluster, tmp_path):
+    script = write_script(tmp_path, MEET)
+    (tmp_path / "met").mkdir()
+    command = ["srun", "-N2", "--ntasks-per-node=2", "python", script, str(tmp_path / "met"), "4"]
+    assert lines_of(start(command, env=cluster.env)) == expect_ranks(2, 2, "hier")
+
+
+def test_two_jobs_and_two_steps_of_a_job_run_beside_each_other_on_one_node(cluster, tmp_path):
+    script = write_script(tmp_path, MEET)
+    (tmp_path / "met").mkdir()
+    step = f"srun -n2 --exact python {script} {tmp_path / 'met'} 6"
+    jobs = [
+        start(["salloc", "-N1", "-w", "n1", "-n4", "bash", "-c", f"{step} & {step} & wait"], env=cluster.env),
+        start(step.replace("srun", "srun -N1 -w n1").split(), env=cluster.env),
+    ]
+    first, second = [lines_of(job) for job in jobs]
+    assert second == expect_ranks(1, 2, "shm")
+    assert first == sorted(expect_ranks(1, 2, "shm") * 2)
+
+
+def is_over_after_requeue(cluster, job):
+    state = cluster.state_of(job)
+    if state == "PENDING":  # for two minutes, unless it is told again and again not to wait; it may just have begun
+        run_command(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster.env)
+    return state in ENDED
+
+
+def test_a_batch_job_that_is_told_to_stop_saves_is_requeued_and_goes_on(cluster, tmp_path):
+    write_script(tmp_path, TRAIN, "train.py")
+    job = cluster.submit("-N2", "--ntasks-per-node=1", str(BATCH_FILE), "train.py", str(tmp_path), cwd=tmp_path)
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("stepped 0 *"))) == 2)
+        cluster.run("scancel", "--signal=USR1", job)
+        wait_until(lambda: is_over_after_requeue(cluster, job), 60.0)
+    except AssertionError as error:
+        raise AssertionError((tmp_path / f"slurm-{job}.out").read_text()) from error
+    before, after = ([json.loads((tmp_path / f"life {n} rank {r}").read_text()) for r in (0, 1)] for n in (0, 1))
+    assert before[0] == before[1]
+    (_, stopped_at, _) = before[0]
+    assert before[0] == [0, stopped_at, True]
+    assert after == [[stopped_at + 1, stopped_at + 5, False]] * 2
+
+
+def test_a_name_that_leads_nowhere_and_that_slurm_does_not_know_stays_as_it_is(cluster, monkeypatch):
+    assert address_of_node("n9.invalid") == "n9.invalid"  # no cluster is asked: its configuration is not set
+    monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
+    assert address_of_node("n9") == "n9"
+    assert address_of_node("n2") == "127.0.0.1"
+    assert address_of_node("localhost") == "localhost"
+
+
+def test_the_batch_file_runs_the_example(cluster, tmp_path):
+    output = tmp_path / "output"
+    options = ["-N1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={output}"]
+    example = ["examples/digits.py", "--epochs", "1"]
+    job = cluster.submit(*options, str(BATCH_FILE), *example, cwd=BATCH_FILE.parents[1])
+    wait_until(lambda: cluster.state_of(job) in ENDED, 60.0)
+    assert re.search(r"^epoch 0: [\d.]+% of 359 test digits right$", output.read_text(), re.MULTILINE)
+    assert re.search(r"^[\d,]+ samples/s on 2 x (cpu|cuda)$", output.read_text(), re.MULTILINE)
