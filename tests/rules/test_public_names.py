@@ -23,6 +23,7 @@ PUBLIC = [
     "global_mean",
     "init",
     "shutdown",
+    "spawn",
 ]
 
 OBSERVE = """
