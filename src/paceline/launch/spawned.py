@@ -102,11 +102,10 @@ def variables_of(nprocs: int, port: socket.socket) -> list[dict[str, str]]:
     told = {name: value for name, value in os.environ.items() if _given.get(name) != value}
     LaunchSpec("spawn", is_module=True, num_ranks=nprocs)  # raises where this host cannot hold as many
     layout = Layout.of_one_host("", 0, nprocs, port.getsockname()[1])
-    number = port.getsockname()[1]
     ranks = [
         {
             name: value
-            for name, value in rank_environment(spec, index, port=number, run_id="").items()
+            for name, value in rank_environment(layout, index, role="default", max_restarts=0).items()
             if not name.startswith("TORCHELASTIC")
         }
         for index in range(nprocs)
