@@ -12,6 +12,8 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.launch.layout import Layout
+
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2
 
@@ -137,6 +139,16 @@ def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str
     root = None if first is None else first.rank
     document = {"exit_status": exit_status, "root_cause": root, "num_restarts": num_restarts, "logs": logs or None}
     return json.dumps(document | {"ranks": ranks}, indent=2) + "\n"
+
+
+def describe_layout(layout: Layout, hosts: Sequence[str]) -> str:
+    """Who takes part, before anything starts: a line for each host."""
+    where = f"{layout.address} port {layout.port}"
+    lines = [f"paceline: {layout.world_size} ranks on {layout.num_nodes} hosts, which meet at {where}"]
+    lines += [
+        f"paceline: {'*' if node == layout.node_rank else ' '} node {node} is {host}" for node, host in enumerate(hosts)
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int]) -> str:

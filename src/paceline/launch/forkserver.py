@@ -90,6 +90,7 @@ class _Server:
         self._children: list[int] = []  # of this life, not reaped
         self._groups: list[int] = []
         self._store_pid = 0
+        self._meeting_pid = 0
         self._wake_reader, self._wake_writer = socket.socketpair()
 
     def serve(self) -> Callable[[], None]:
@@ -126,6 +127,8 @@ class _Server:
             self._send({"event": "ready"})
         elif order["do"] == "host":
             self._host_store(order, fds)
+        elif order["do"] == "meet":
+            self._fork_meeting(order, fds)
         elif order["do"] == "sweep":
             self._sweep()
             self._send({"event": "swept"})
@@ -196,6 +199,21 @@ class _Server:
         finally:
             os._exit(1)
 
+    def _fork_meeting(self, order: Message, fds: list[int]) -> None:
+        """Fork the process in which this host meets the others: it needs threads too."""
+        self._meeting_pid = self._fork()
+        if self._meeting_pid:
+            os.close(fds[0])
+            return
+        try:
+            die_with_parent(self._pid)
+            self._leave_server()
+            from paceline.launch.meet import serve
+
+            serve(socket.socket(fileno=fds[0]), order["nodes"], order["num_ranks"])
+        finally:
+            os._exit(1)
+
     def _leave_server(self) -> None:
         """In a fork: close what is the server's."""
         signal.set_wakeup_fd(-1)
@@ -222,6 +240,8 @@ class _Server:
 
     def _end(self) -> NoReturn:
         self._sweep()
+        if self._meeting_pid:
+            os.kill(self._meeting_pid, signal.SIGKILL)
         os._exit(0)
 
     def _sweep(self) -> None:

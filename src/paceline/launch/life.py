@@ -96,6 +96,17 @@ class Life:
         """How the ranks have ended, in order."""
         return [self._ending_of(local_rank) for local_rank in range(self.layout.num_ranks)]
 
+    def endings_so_far(self) -> list[Ending]:
+        """How those have ended that have, or have said that they will."""
+        endings = []
+        for local_rank in range(self.layout.num_ranks):
+            report = self.reports.get(local_rank)
+            if local_rank in self._ended:
+                endings.append(self._ending_of(local_rank))
+            elif report is not None:
+                endings.append(Ending(self.layout.first_rank + local_rank, report.code, report.at_s, report))
+        return endings
+
     def close(self) -> None:
         for fd in self._report_fds.values():
             self._loop.unwatch(fd)

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from paceline.launch.counts import usable_cores
 from paceline.launch.layout import shared_environment
@@ -63,6 +63,14 @@ class ForkServer:
     def host_store(self, listener: socket.socket, address: str, port: int) -> None:
         """Have the store where the ranks meet hosted on ``listener``, which the caller may close."""
         self._order({"do": "host", "address": address, "port": port}, [listener.fileno()])
+
+    def open_meeting(self, spec: LaunchSpec, run_id: str) -> socket.socket:
+        """Have the process forked in which this host meets the others; what leads to it."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            nodes = asdict(spec.nodes) | {"endpoint": spec.meeting_point, "run_id": run_id}
+            self._order({"do": "meet", "nodes": nodes, "num_ranks": spec.num_ranks}, [theirs.fileno()])
+        return ours
 
     def bear(self, birth: Birth) -> None:
         """Fork a rank. The caller may close its ends."""

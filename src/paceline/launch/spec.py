@@ -14,6 +14,7 @@ from paceline.launch.logs import LogSpec
 # Two output channels and a report pipe a rank, both ends of which one process holds for a moment.
 _FDS_PER_RANK = 6
 _FDS_BESIDE = 64
+_USUAL_PORT = 29500  # torchrun's
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class LaunchSpec:
     report_path: str = ""
     logs: LogSpec = field(default_factory=LogSpec)
     nodes: NodesSpec = field(default_factory=NodesSpec)
+
+    @property
+    def meeting_point(self) -> str:
+        """Where the launchers of several hosts meet, as HOST:PORT."""
+        return self.nodes.endpoint or f"{self.nodes.address}:{self.master_port or _USUAL_PORT}"
 
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from paceline.errors import LaunchError
 from paceline.launch.birth import Nursery
@@ -26,6 +27,7 @@ from paceline.launch.failure import (
     as_json,
     describe,
     describe_interrupt,
+    describe_layout,
     describe_wait,
     first_failure,
     in_red,
@@ -37,13 +39,14 @@ from paceline.launch.logs import Logs
 from paceline.launch.loop import READ, Loop
 from paceline.launch.output import Speakers
 from paceline.launch.plumbing import open_outlets, open_standard_streams
-from paceline.launch.ports import claim_port
+from paceline.launch.rendezvous import OneHost, SeveralHosts
 from paceline.launch.server import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, write_all
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+_CLAIM_S = 0.5  # before a host says that it failed first, where its ranks have merely raised
 _PATIENCE_S = 1.0  # for ranks to end, before it is said that they are waited for
 _OF_TERMINAL = (signal.SIGTSTP, signal.SIGWINCH)
 
@@ -78,7 +81,7 @@ def launch(spec: LaunchSpec) -> int:
 class _Supervisor:
     def __init__(self, spec: LaunchSpec, wake_fd: int) -> None:
         self._spec = spec
-        self._run_id = spec.nodes.run_id or secrets.token_hex(8)
+        self._run_id = spec.nodes.run_id or (secrets.token_hex(8) if spec.nodes.is_alone else "none")  # as torchrun's
         self._logs = Logs(spec.logs, self._run_id)
         self._speakers = Speakers(spec.num_ranks)
         self._loop = Loop()
@@ -95,7 +98,12 @@ class _Supervisor:
         self._broken: str | None = None  # why the launcher itself cannot go on
         self._last_signal = signal.SIGTERM
         self._escalation: deque[signal.Signals] = deque()
-        self._listener: socket.socket | None = self._claim_port()  # of the first life: a taken port is known at once
+        self._peer_failure: Message | None = None  # of another host, in this life
+        self._is_changing = False  # hosts come or go: the next life costs no restart
+        self._claimed: Life | None = None  # whose failure the other hosts have been told
+        self._succeeded: Life | None = None  # while other hosts' ranks are waited for
+        meet = OneHost if spec.nodes.is_alone else SeveralHosts
+        self._rendezvous = meet(spec, self._run_id, self)
         self._server = ForkServer(spec)
         self._nursery = Nursery(spec, self._server, self._outlets, self._logs)
         self._loop.watch(wake_fd, READ, lambda: self._on_signals(os.read(wake_fd, 4096)))
@@ -113,26 +121,51 @@ class _Supervisor:
             raise
         finally:
             self._server.end()
+            self._rendezvous.close()
             self._loop.close()
-            if self._listener is not None:
-                self._listener.close()
 
     # -- lives ---------------------------------------------------------------------------------------------------
 
-    def _begin_life(self) -> None:
-        """Bear all ranks, at a store of their own."""
-        listener, self._listener = self._listener, None
-        with listener or self._claim_port() as listener:
-            address, port = listener.getsockname()[:2]
-            layout = Layout.of_one_host(self._run_id, self._num_lives, self._spec.num_ranks, port)
-            self._server.host_store(listener, address, port)
-        self._num_lives += 1
+    def on_layout(self, layout: Layout, listener: socket.socket | None, hosts: Sequence[str]) -> None:
+        """The hosts have met: bear all ranks, at a store of their own."""
+        if listener is not None:
+            with listener:
+                self._server.host_store(listener, layout.address, layout.port)
+        if hosts:
+            self._say(describe_layout(layout, hosts))
+        self._num_lives = layout.life + 1
+        self._speakers.num_ranks = layout.world_size
+        self._peer_failure, self._is_changing = None, False
         self._life = Life(layout, self._loop, self._forwarder, self._stop_soon)
         for local_rank in range(layout.num_ranks):
             self._nursery.bear(self._life, local_rank)
 
-    def _claim_port(self) -> socket.socket:
-        return claim_port(self._spec.master_port, backlog=max(128, self._spec.num_ranks))
+    def on_peer_failed(self, failure: Message) -> None:
+        """Ranks of another host have failed: those of this one end too."""
+        self._peer_failure = failure
+        if self._succeeded is not None:
+            life, self._succeeded = self._succeeded, None
+            self._end_or_restart(life)
+        else:
+            self._stop(signal.SIGTERM, signal.SIGKILL)
+
+    def on_changed(self) -> None:
+        """A host has come: begin a new life with it."""
+        self._is_changing = True
+        self._stop(signal.SIGTERM, signal.SIGKILL)
+
+    def on_finished(self) -> None:
+        """The ranks of all hosts have succeeded."""
+        life, self._succeeded = self._succeeded, None
+        self._conclude(life)
+
+    def on_lost(self, why: str) -> None:
+        """The other hosts are out of reach."""
+        self._broken = self._broken or f"the other hosts could not be met: {why}"
+        if self._life is None:
+            self._conclude(None)
+        else:
+            self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def _is_over(self, life: Life) -> bool:
         if not life.has_ended:
@@ -141,22 +174,33 @@ class _Supervisor:
 
     def _end_life(self, life: Life) -> None:
         """All have ended: begin the next life, or say how it ended."""
+        self._claim_failure(life)
         life.close()
         self._life = None
-        endings = life.endings()
-        first = first_failure(endings)
-        if first is None or not self._may_restart():
+        is_own = self._ending_signal is None and not self._output_closed and self._broken is None
+        has_failed = first_failure(life.endings()) is not None
+        if is_own and not has_failed and not self._is_changing and self._peer_failure is None:
+            self._succeeded = life
+            self._rendezvous.finish()
+        else:
+            self._end_or_restart(life)
+
+    def _end_or_restart(self, life: Life) -> None:
+        if not self._may_restart():
             self._conclude(life)
             return
-        self._restarts_left -= 1
-        number = self._spec.max_restarts - self._restarts_left
-        self._say(describe(endings, first), in_color=True)
-        self._say(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
+        if self._is_changing:
+            self._say("paceline: hosts have come or gone; all ranks start again\n")
+        else:
+            self._restarts_left -= 1
+            number = self._spec.max_restarts - self._restarts_left
+            self._say(self._describe(life), in_color=True)
+            self._say(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
         self._server.sweep()  # the next life begins when that is done
 
     def _may_restart(self) -> bool:
         is_wanted = self._ending_signal is None and not self._output_closed and self._broken is None
-        return is_wanted and not self._is_server_gone and self._restarts_left > 0
+        return is_wanted and not self._is_server_gone and (self._is_changing or self._restarts_left > 0)
 
     # -- what the fork server tells ------------------------------------------------------------------------------
 
@@ -172,7 +216,9 @@ class _Supervisor:
         life = self._life
         if message["event"] in ("ready", "swept"):
             if self._ending_signal is None and not self._output_closed:
-                self._begin_life()
+                if message["event"] == "ready":
+                    self._rendezvous.open(self._server, self._loop)
+                self._rendezvous.meet(self._num_lives)
             else:
                 self._conclude(None)
         elif message["event"] == "error":
@@ -204,7 +250,22 @@ class _Supervisor:
     def _stop_soon(self) -> None:
         """Stop the ranks, but not at once: what this failure caused, or was caused by, is seen in a moment."""
         life = self._life
+        assert life is not None
+        first = first_failure(life.endings_so_far())
+        is_wordless = first is not None and first.report is None
+        # Of several hosts, that of a rank that died speaks first: it explains what others have merely raised.
+        self._loop.call_later(0.0 if is_wordless else _CLAIM_S, lambda: self._claim_failure(life))
         self._loop.call_later(SETTLE_S, lambda: self._stop(signal.SIGTERM, signal.SIGKILL, life=life))
+
+    def _claim_failure(self, life: Life) -> None:
+        """Tell the other hosts what has failed here, once for each life, unless it is over."""
+        if life is not self._life or life is self._claimed or self._peer_failure is not None:
+            return
+        first = first_failure(life.endings_so_far())
+        if first is not None:
+            self._claimed = life
+            text = describe([first], first)
+            self._rendezvous.fail({"host": socket.gethostname(), "exit_status": first.exit_status, "text": text})
 
     # -- output and signals --------------------------------------------------------------------------------------
 
@@ -238,6 +299,8 @@ class _Supervisor:
             self._escalate(self._life)
         elif self._ending_signal is None:
             self._ending_signal = signum
+            text = f"paceline: the launcher was interrupted by {signum.name}\n"
+            self._rendezvous.fail({"host": socket.gethostname(), "exit_status": 128 + signum, "text": text})
             first = signum if signum in (signal.SIGINT, signal.SIGQUIT) else signal.SIGTERM
             self._stop(*dict.fromkeys((first, signal.SIGTERM, signal.SIGKILL)))
 
@@ -293,13 +356,21 @@ class _Supervisor:
         elif self._broken is not None or life is None:
             raise LaunchError(self._broken or "no rank was started")
         else:
-            endings = life.endings()
-            first = first_failure(endings)
-            self._verdict = 0 if first is None else first.exit_status
-            if first is not None:
-                self._say(describe(endings, first, logs=self._logs.directory), in_color=True)
+            first = first_failure(life.endings())
+            own = 0 if first is None else first.exit_status
+            self._verdict = own if self._peer_failure is None else self._peer_failure["exit_status"]
+            if self._verdict:
+                self._say(self._describe(life), in_color=True)
         if self._spec.report_path and life is not None:
             self._write_report(life)
+
+    def _describe(self, life: Life) -> str:
+        """How a life has failed; where another host failed first, that."""
+        if self._peer_failure is not None:
+            return f"paceline: on {self._peer_failure['host']}:\n{self._peer_failure['text']}"
+        endings = life.endings()
+        first = first_failure(endings)
+        return "" if first is None else describe(endings, first, logs=self._logs.directory)
 
     def _write_report(self, life: Life) -> None:
         assert self._verdict is not None
