@@ -118,7 +118,7 @@ def test_no_command_shows_the_help():
 def test_both_spellings_and_both_commands_launch(tmp_path, command):
     script = write_script(tmp_path, "import os, sys; os.environ['RANK'] == '1' and print(sys.argv[1:])")
     ran = run_command([*command, script, "-n", "9", "--module", "--", "--help"])
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "['-n', '9', '--module', '--', '--help']\n", "")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "[1]: ['-n', '9', '--module', '--', '--help']\n", "")
 
 
 def test_the_grace_can_come_from_the_environment(tmp_path):

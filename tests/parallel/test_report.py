@@ -41,7 +41,7 @@ def step(wrapped, loss):
 
 
 LAUNCHES = [("bucket ready", 0), ("launched", 0), ("bucket ready", 1), ("launched", 1)]
-WAIT = [("done", 0), ("done", 1), ("control", None), ("waited", None)]
+WAIT = [("control", None), ("done", 0), ("done", 1), ("waited", None)]
 PLAIN = [("round began", None), *LAUNCHES, *WAIT, ("round ended", None)]
 
 # -- sequences of events -------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def sparse(world):
 def test_a_sparse_gradient_is_launched_in_the_wait():
     for events, kinds in run_ranks(2, sparse):
         expected = [("round began", None), ("bucket ready", 0), ("launched", 0), ("bucket ready", 1)]
-        expected += [("done", 0), ("launched", 1), ("done", 1), ("control", None), ("waited", None)]
+        expected += [("control", None), ("done", 0), ("launched", 1), ("done", 1), ("waited", None)]
         assert told(events, 1) == [*expected, ("round ended", None)]
         assert kinds == ["shared", "sparse"]
 
