@@ -128,6 +128,26 @@ def test_the_smaller_the_part_that_changed_the_longer_it_takes(rows, most):
         assert is_named
 
 
+def of_mixed_dtypes(world):
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.complex128]
+    model = nn.ParameterList([torch.ones(20, 20, dtype=dtype) for dtype in dtypes])
+    wrapped = DistributedDataParallel(model)
+    for k in range(6):
+        if k == 3 and world.rank == 1:
+            with torch.no_grad():
+                model[3].mul_(1j)
+        wrapped.zero_grad()
+        try:
+            sum(p.abs().sum().double() for p in model).backward()
+        except RuntimeError as error:
+            return k, "'3' differs on rank 1" in str(error)
+    return None
+
+
+def test_parameters_of_several_dtypes_are_looked_at_together():
+    assert run_ranks(2, of_mixed_dtypes) == [(3, True)] * 2
+
+
 def of_any_layout(world, make):
     """Ten steps, then rank 1 changes one tensor: the step at which it is found."""
     weight = nn.Parameter(make())

@@ -29,17 +29,18 @@ _AT_ONCE = 16  # parameters that are sampled in each round, at least
 _NUM_SAMPLED = 64  # elements of each, at least, where it has as many
 _STEP = 7919  # a prime: where sampling begins wanders over all elements
 _NUM_LOOKS = 4  # at the same elements, in turn
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; larger ones are several int64
 _address_of = operator.methodcaller("data_ptr")
 
 
 class _Parameters:
-    """Some parameters as bytes, kept for several rounds: to make these views costs more than to sample them."""
+    """Some parameters as integers, kept for several rounds: to make these views costs more than to sample them."""
 
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
         self.indices = [i for i in indices if params[i].layout == torch.strided and params[i].numel()]
         self._addresses = self._addresses_of(params)
         self._steps = [max(1, params[i].numel() // _NUM_SAMPLED) for i in self.indices]
-        self._elements = [_as_bytes(params[i]) for i in self.indices]
+        self._elements = [_as_words(params[i]) for i in self.indices]
         self._position = -1  # of ``_views``, which are of the elements to be sampled
         self._views: list[Tensor | None] = []
         self._are_alike = len({(params[i].device, params[i].itemsize) for i in self.indices}) <= 1
@@ -60,12 +61,12 @@ class _Parameters:
             _sample(params[index], position * _STEP % step, step) if view is None else view
             for index, view, step in zip(self.indices, self._views, self._steps, strict=True)
         ]
-        sizes = [sample.numel() for sample in samples]
+        sizes = [sample.nbytes for sample in samples]
         if not samples:
             return torch.empty(0, dtype=torch.uint8), sizes
         if not self._are_alike:
-            samples = [sample.reshape(-1).to(samples[0].device) for sample in samples]
-        return torch.cat(samples).view(-1), sizes
+            samples = [sample.contiguous().view(-1).view(torch.uint8).to(samples[0].device) for sample in samples]
+        return torch.cat(samples).view(-1).view(torch.uint8), sizes
 
     def _addresses_of(self, params: Sequence[Tensor]) -> list[int]:
         return [_address_of(params[index]) for index in self.indices]
@@ -154,17 +155,21 @@ class DriftWatch:
         return self._samples.numpy().tobytes()
 
 
-def _as_bytes(param: Tensor) -> Tensor | None:
-    """A view of all elements in order: (elements, bytes of one). None where memory holds them in another way."""
+def _as_words(param: Tensor) -> Tensor | None:
+    """A view of all elements in order, as integers: (elements, words). None where memory holds them in another way."""
     if not param.is_contiguous() or param.is_conj() or param.is_neg():
         return None
-    return param.detach().view(-1, 1).view(torch.uint8)
+    return _in_words(param.detach())
 
 
 def _sample(param: Tensor, start: int, step: int) -> Tensor:
-    """Each ``step``-th element from ``start``: (elements, bytes of one)."""
+    """Each ``step``-th element from ``start``, as integers: (elements, words)."""
     at = torch.unravel_index(torch.arange(start, param.numel(), step, device=param.device), param.shape)
-    return param.detach()[at].resolve_conj().resolve_neg().view(-1, 1).view(torch.uint8)
+    return _in_words(param.detach()[at].resolve_conj().resolve_neg())
+
+
+def _in_words(tensor: Tensor) -> Tensor:
+    return tensor.view(-1, 1).view(_WORDS.get(tensor.itemsize, torch.int64))
 
 
 def _values(sample: bytes, dtype: torch.dtype) -> list[object]:
