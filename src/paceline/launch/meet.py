@@ -74,6 +74,7 @@ class _Meeting:
             self._meet(order["life"])
         elif order["do"] == "fail":
             self._fail(order["failure"])
+            send(self._connection, {"event": "told"})
         elif order["do"] == "finish":
             self._finish()
 

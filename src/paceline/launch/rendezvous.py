@@ -4,7 +4,9 @@ The invariant: to each ``meet`` there is one answer, ``on_layout`` or ``on_lost`
 """
 
 import contextlib
+import select
 import socket
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +16,8 @@ from paceline.launch.ports import claim_port
 from paceline.launch.server import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
+
+_SETTLE_S = 2.0  # for the other hosts to be told of a failure
 
 
 class Launcher(Protocol):
@@ -56,6 +60,9 @@ class OneHost:
     def fail(self, failure: Message) -> None:
         pass
 
+    def settle(self) -> None:
+        pass
+
     def finish(self) -> None:
         self._launcher.on_finished()
 
@@ -76,6 +83,7 @@ class SeveralHosts:
         self._launcher = launcher
         self._connection: socket.socket | None = None
         self._has_finished = False
+        self._num_untold = 0  # failures that the others may not know yet
 
     def open(self, server: ForkServer, loop: Loop) -> None:
         self._loop = loop
@@ -88,7 +96,18 @@ class SeveralHosts:
 
     def fail(self, failure: Message) -> None:
         """Tell the other launchers that ranks here have failed, and how."""
+        self._num_untold += 1
         self._send({"do": "fail", "failure": failure})
+
+    def settle(self) -> None:
+        """Before the launcher ends: wait until the others have been told, which takes no longer than they are there."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self._connection is not None and self._num_untold > 0:
+            ready, _, _ = select.select([self._connection], [], [], max(0.0, deadline - time.monotonic()))
+            received = self._receiver.receive() if ready else None
+            if received is None:
+                return
+            self._num_untold -= sum(message["event"] == "told" for message, _ in received)
 
     def finish(self) -> None:
         """All ranks here have succeeded: wait for the others'."""
@@ -123,6 +142,8 @@ class SeveralHosts:
             self._launcher.on_peer_failed(message["failure"])
         elif message["event"] == "changed":
             self._launcher.on_changed()
+        elif message["event"] == "told":
+            self._num_untold -= 1
         elif message["event"] == "finished":
             self._has_finished = True
             self._launcher.on_finished()

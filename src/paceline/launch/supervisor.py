@@ -115,6 +115,7 @@ class _Supervisor:
                 self._loop.turn()
                 if self._life is not None and self._is_over(self._life):
                     self._end_life(self._life)
+            self._rendezvous.settle()
             return self._verdict
         except BaseException:
             self._server.kill()
