@@ -126,9 +126,9 @@ class _Server:
             outlive_parent()  # from here on its end is seen on the control socket, and the ranks are ended in order
             self._send({"event": "ready"})
         elif order["do"] == "host":
-            self._host_store(order, fds)
+            self._store_pid = self._fork_apart(lambda: _host_store(order, fds[0]), fds[0])
         elif order["do"] == "meet":
-            self._fork_meeting(order, fds)
+            self._meeting_pid = self._fork_apart(lambda: _meet(order, fds[0]), fds[0])
         elif order["do"] == "sweep":
             self._sweep()
             self._send({"event": "swept"})
@@ -175,42 +175,16 @@ class _Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, self._dispositions.mask)
         return pid
 
-    def _host_store(self, order: Message, fds: list[int]) -> None:
-        """Host the store where the ranks meet, in a process of its own: it needs threads, which a fork would lose."""
-        self._store_pid = self._fork()
-        if self._store_pid:
-            os.close(fds[0])
-            return
+    def _fork_apart(self, work: Callable[[], object], fd: int) -> int:
+        """Have ``work`` done with ``fd`` in a process of its own, since it needs threads, which a fork would lose."""
+        pid = self._fork()
+        if pid:
+            os.close(fd)
+            return pid
         try:
             die_with_parent(self._pid)
             self._leave_server()
-            from torch.distributed import TCPStore
-
-            store = TCPStore(
-                order["address"],
-                order["port"],
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=fds[0],
-                use_libuv=True,
-            )
-            while store:
-                signal.pause()
-        finally:
-            os._exit(1)
-
-    def _fork_meeting(self, order: Message, fds: list[int]) -> None:
-        """Fork the process in which this host meets the others: it needs threads too."""
-        self._meeting_pid = self._fork()
-        if self._meeting_pid:
-            os.close(fds[0])
-            return
-        try:
-            die_with_parent(self._pid)
-            self._leave_server()
-            from paceline.launch.meet import serve
-
-            serve(socket.socket(fileno=fds[0]), order["nodes"], order["num_ranks"])
+            work()
         finally:
             os._exit(1)
 
@@ -271,6 +245,29 @@ class _Server:
         """Signal every group that still has a member; whether there was one."""
         self._groups = [group for group in self._groups if _signal_group(group, signum)]
         return bool(self._groups)
+
+
+def _host_store(order: Message, listener: int) -> None:
+    """Host the store where the ranks meet."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore(
+        order["address"],
+        order["port"],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener,
+        use_libuv=True,
+    )
+    while store:
+        signal.pause()
+
+
+def _meet(order: Message, connection: int) -> None:
+    """Meet the other hosts, for as long as the supervisor wants."""
+    from paceline.launch.meet import serve
+
+    serve(socket.socket(fileno=connection), order["nodes"], order["num_ranks"])
 
 
 def _signal_group(group: int, signum: int) -> bool:

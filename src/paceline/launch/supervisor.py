@@ -147,13 +147,14 @@ class _Supervisor:
         if self._succeeded is not None:
             life, self._succeeded = self._succeeded, None
             self._end_or_restart(life)
-        else:
+        elif self._life is not None:  # else this one has failed as well, and all meet again
             self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def on_changed(self) -> None:
         """A host has come: begin a new life with it."""
-        self._is_changing = True
-        self._stop(signal.SIGTERM, signal.SIGKILL)
+        if self._life is not None:
+            self._is_changing = True
+            self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def on_finished(self) -> None:
         """The ranks of all hosts have succeeded."""
