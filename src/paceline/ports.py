@@ -17,10 +17,16 @@ def describe_port_holder(port: int) -> str:
             listens = connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
             if listens and connection.pid is not None:
                 process = psutil.Process(connection.pid)
-                command = spell_command(process.cmdline())[:120] or process.name()
+                command = _shorten(spell_command(process.cmdline())) or process.name()
                 started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
                 left = "; an orphan of a launcher that has died: `paceline clean` ends it"
                 return f"pid {process.pid} ({command!r}, started {started}{left if is_left_over(process.pid) else ''})"
     except psutil.Error:
         pass
     return "a process that this user may not see"
+
+
+def _shorten(command: str, width: int = 120) -> str:
+    """Both ends: which program it is, and what it was given last."""
+    half = (width - 3) // 2
+    return command if len(command) <= width else f"{command[:half]}...{command[-half:]}"

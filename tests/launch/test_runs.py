@@ -83,7 +83,8 @@ def test_a_run_is_found_while_its_launcher_lives_and_what_escaped_it_when_that_i
     with pytest.raises(LaunchError) as caught:
         claim_port(port, backlog=4)
     message = str(caught.value)
-    assert message.startswith(f"port {port} is taken by pid {daemon.pid} ({daemon.command!r}, started 2")
+    assert message.startswith(f"port {port} is taken by pid {daemon.pid} ('{sys.executable[:30]}")
+    assert f"{script[-30:]}', started 2" in message
     assert "; an orphan of a launcher that has died: `paceline clean` ends it); end that process" in message
 
     swept = sweep(left, grace_s=0.5)

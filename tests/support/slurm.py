@@ -80,7 +80,14 @@ class Slurm:
 
     def state_of(self, job: str) -> str:
         """Such as PENDING, RUNNING, COMPLETED or FAILED."""
-        found = re.search(r"JobState=(\w+)", self.run("scontrol", "show", "job", job))
+        return self._field(job, "JobState")
+
+    def restarts_of(self, job: str) -> int:
+        """How often it was queued again."""
+        return int(self._field(job, "Restarts"))
+
+    def _field(self, job: str, name: str) -> str:
+        found = re.search(rf"\b{name}=(\w+)", self.run("scontrol", "show", "job", job))
         assert found is not None
         return found[1]
 
