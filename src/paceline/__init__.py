@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline import errors
     from paceline.data import DataLoader, DistributedSampler, gather
-    from paceline.launch.spawn import spawn
+    from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DistributedDataParallel, SyncBatchNorm
     from paceline.parallel.global_mean import global_mean
     from paceline.world import World, init, shutdown
@@ -26,7 +26,7 @@ _HOME_OF = {
     "global_mean": "paceline.parallel",
     "init": "paceline.world",
     "shutdown": "paceline.world",
-    "spawn": "paceline.launch.spawn",
+    "spawn": "paceline.launch.spawning.spawn",
 }
 
 __version__ = "0.1.0.dev0"

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# In the environment of a launcher's fork server, and so of all that descends from it: see launch/server.py.
+# In the environment of a launcher's fork server, and so of all that descends from it: see launch/server/client.py.
 _MARK = "PACELINE_LAUNCHER"
 # On the command line of a fork server, and so of what it has forked: what stands before the number of its socket.
-_BOOTS = "from paceline.launch.forkserver import main"
+_BOOTS = "from paceline.launch.server.forkserver import main"
 
 
 class Stat(NamedTuple):

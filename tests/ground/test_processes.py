@@ -104,7 +104,7 @@ def test_a_launcher_that_may_not_be_seen_counts_as_alive():
     assert (ran.stdout, ran.stderr) == ("False True False\n", "")
 
 
-BOOT = "import sys; from paceline.launch.forkserver import main; sys.path.pop(); main()()"
+BOOT = "import sys; from paceline.launch.server.forkserver import main; sys.path.pop(); main()()"
 
 
 @pytest.mark.parametrize(

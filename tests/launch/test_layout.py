@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.launch.layout import Layout, rank_environment, shared_environment, virtual_local_rank
+from paceline.launch.hosts.layout import Layout, rank_environment, shared_environment, virtual_local_rank
 
 
 @pytest.mark.parametrize(("num_ranks", "num_cores", "threads"), [(1, 8, "8"), (3, 8, "2"), (8, 8, "1"), (9, 8, "1")])

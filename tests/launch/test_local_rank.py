@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.launch.local_rank import declared_spelling, local_rank_args
+from paceline.launch.ranks.local_rank import declared_spelling, local_rank_args
 from support.commands import paceline_run, write_script
 
 

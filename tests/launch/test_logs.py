@@ -5,7 +5,7 @@ import os
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.logs import LogSpec, parse_filters, parse_ranks, parse_streams
+from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from support.commands import paceline_run, write_script
 
 BOTH = frozenset({"stdout", "stderr"})

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.launch.output import Interleaver, Speakers
+from paceline.launch.output.interleaving import Interleaver, Speakers
 
 
 def said(interleaver: Interleaver, *pieces: tuple[int, bytes]) -> bytes:

@@ -225,7 +225,7 @@ def test_standard_input_and_signals_ignored_by_nohup_are_passed_down(tmp_path):
 def test_the_server_starts_no_thread_and_no_process(tmp_path):
     code = (
         "import os, threading\n"
-        "from paceline.launch.forkserver import preload\n"
+        "from paceline.launch.server.forkserver import preload\n"
         "preload(__file__)\n"
         "import torch\n"
         "print(threading.active_count(), len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())\n"

@@ -9,9 +9,9 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch.ports import claim_port
-from paceline.launch.runs import Process, Run, look, read_process, sort_out
-from paceline.launch.sweep import Swept, describe_survivor, sweep
-from paceline.launch.usage import Usage, measure, parse_devices
+from paceline.launch.runs.look import Process, Run, look, read_process, sort_out
+from paceline.launch.runs.sweep import Swept, describe_survivor, sweep
+from paceline.launch.runs.usage import Usage, measure, parse_devices
 from paceline.processes import Launcher, started_at
 from support.commands import PACELINE, processes_with, start, wait_until, write_script
 
@@ -179,7 +179,7 @@ def test_a_driver_that_is_there_is_asked(tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\n[ "$1" = --query-compute-apps=pid,used_memory ] && echo 1, 512\n')
     program.chmod(0o755)
-    code = "from paceline.launch.usage import measure; print(measure([1])[1].device_bytes)"
+    code = "from paceline.launch.runs.usage import measure; print(measure([1])[1].device_bytes)"
     for path, told in ((tmp_path, 512 << 20), (tmp_path / "none", None)):
         ran = subprocess.run([sys.executable, "-c", code], env={"PATH": f"{path}"}, capture_output=True, text=True)
         assert (ran.stdout, ran.stderr) == (f"{told}\n", "")

@@ -482,7 +482,7 @@ def add_up(index, shared):
         shared[index] = total.item()
 
 def look(index):
-    modules = [name in sys.modules for name in ("paceline.launch.warm", "paceline.parallel", "torch._dynamo")]
+    modules = [name in sys.modules for name in ("paceline.launch.spawning.warm", "paceline.parallel", "torch._dynamo")]
     text = json.dumps([modules, os.environ.get("SET"), os.environ.get("UNSET"), numpy.random.rand()])
     (here / f"saw{index}").write_text(text)
 

@@ -97,7 +97,7 @@ def test_plans_know_nothing_of_torch():
 def test_only_the_ground_and_the_launcher_read_the_variables_of_ranks():
     names = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)["']""")
     readers = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if names.search(path.read_text())}
-    assert readers == {"environment.py", "launch/layout.py"}
+    assert readers == {"environment.py", "launch/hosts/layout.py"}
 
 
 def test_the_architecture_page_shows_every_room():

@@ -8,9 +8,9 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.launch.runs import Findings
-    from paceline.launch.sweep import Swept
-    from paceline.launch.usage import Usage
+    from paceline.launch.runs.look import Findings
+    from paceline.launch.runs.sweep import Swept
+    from paceline.launch.runs.usage import Usage
 
 
 @click.command(short_help="End what launchers that have died left behind.")
@@ -27,9 +27,9 @@ def clean(is_agreed: bool, is_dry: bool, launchers: tuple[int, ...]) -> int:
 
     The exit code is 1 where something is left, or nobody could be asked.
     """
-    from paceline.launch.runs import look
-    from paceline.launch.sweep import sweep
-    from paceline.launch.usage import measure
+    from paceline.launch.runs.look import look
+    from paceline.launch.runs.sweep import sweep
+    from paceline.launch.runs.usage import measure
 
     findings = _of(look(), launchers)
     if not findings.orphans:
@@ -70,7 +70,7 @@ def _show(findings: "Findings", usage: "Mapping[int, Usage]") -> None:
 
 def _ended(swept: "Swept", usage: "Mapping[int, Usage]") -> str:
     from paceline.cli.listing import spell_bytes
-    from paceline.launch.usage import Usage
+    from paceline.launch.runs.usage import Usage
 
     back = sum((usage[process.pid] for process in swept.ended), Usage())
     places = [(spell_bytes(back.pss_bytes), "of memory"), (spell_bytes(back.device_bytes), "on devices")]
@@ -80,7 +80,7 @@ def _ended(swept: "Swept", usage: "Mapping[int, Usage]") -> str:
 
 def _name_what_is_left(swept: "Swept", now: "Findings") -> int:
     """Say it on stderr; the exit code."""
-    from paceline.launch.sweep import describe_survivor
+    from paceline.launch.runs.sweep import describe_survivor
 
     for process in swept.surviving:
         click.echo(describe_survivor(process), err=True)

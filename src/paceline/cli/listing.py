@@ -4,8 +4,8 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
-from paceline.launch.runs import Process
-from paceline.launch.usage import Usage
+from paceline.launch.runs.look import Process
+from paceline.launch.runs.usage import Usage
 
 
 def list_orphans(orphans: Sequence[Process], usage: Mapping[int, Usage]) -> str:

@@ -5,8 +5,8 @@ from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.counts import resolve_num_ranks
-from paceline.launch.layout import LOOPBACK
-from paceline.launch.logs import LogSpec, parse_filters, parse_ranks, parse_streams
+from paceline.launch.hosts.layout import LOOPBACK
+from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from paceline.launch.spec import LaunchSpec, NodesSpec
 
 

@@ -7,8 +7,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from paceline.launch.runs import Findings, Process, Run
-    from paceline.launch.usage import Usage
+    from paceline.launch.runs.look import Findings, Process, Run
+    from paceline.launch.runs.usage import Usage
 
 
 @click.command(short_help="List runs, and what launchers that have died left behind.")
@@ -20,8 +20,8 @@ def ps(as_json: bool) -> None:
     launcher is known by PACELINE_LAUNCHER in its environment, and is left over once that launcher runs no more:
     `paceline clean` ends it.
     """
-    from paceline.launch.runs import look
-    from paceline.launch.usage import measure
+    from paceline.launch.runs.look import look
+    from paceline.launch.runs.usage import measure
 
     findings = look()
     shown = [*findings.orphans, *(process for run in findings.runs for process in run.processes)]
@@ -85,7 +85,7 @@ def _entry(process: "Process", usage: "Usage") -> dict[str, Any]:
 
 
 def _total(run: "Run", usage: "Mapping[int, Usage]") -> "Usage":
-    from paceline.launch.usage import Usage
+    from paceline.launch.runs.usage import Usage
 
     return sum((usage[process.pid] for process in run.processes), Usage())
 

@@ -1,9 +1,9 @@
 """The launcher: N ranks of a script on this host, from one ``import torch``.
 
-Three kinds of process, and each room file belongs to one of them. The *supervisor* (the command that the user typed:
-``supervisor``, ``server``, ``output``, ``failure``) forwards output, passes signals on and reports. The *fork server*
-(``forkserver``) imports torch once and forks. A *rank* (``rank``, ``program``) is a fork that becomes
-``python script.py``.
+Three kinds of process, and each file belongs to one of them. The *supervisor* (the command that the user typed:
+``supervisor``, ``life``, ``birth``, the rooms ``output`` and ``runs``) forwards output, passes signals on and reports.
+The *fork server* (``server``) imports torch once and forks. A *rank* (``ranks``) is a fork that becomes
+``python script.py``. Where there are several hosts, a process of ``hosts`` meets the others.
 
 The invariant: nothing survives the launcher, and the first failure is what it says last.
 """

@@ -12,7 +12,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.launch.layout import Layout
+from paceline.launch.hosts.layout import Layout
 
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2

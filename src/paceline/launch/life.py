@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from paceline.launch.failure import Ending, Report
-from paceline.launch.forwarding import Channel, Forwarder
-from paceline.launch.layout import Layout
+from paceline.launch.hosts.layout import Layout
 from paceline.launch.loop import READ, Loop
+from paceline.launch.output.forwarding import Channel, Forwarder
 from paceline.launch.wire import Decoder
 
 

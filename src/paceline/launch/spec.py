@@ -8,8 +8,8 @@ import zipfile
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
-from paceline.launch.layout import LOOPBACK
-from paceline.launch.logs import LogSpec
+from paceline.launch.hosts.layout import LOOPBACK
+from paceline.launch.output.logs import LogSpec
 
 # Two output channels and a report pipe a rank, both ends of which one process holds for a moment.
 _FDS_PER_RANK = 6

@@ -32,15 +32,15 @@ from paceline.launch.failure import (
     first_failure,
     in_red,
 )
-from paceline.launch.forwarding import Forwarder
-from paceline.launch.layout import Layout
+from paceline.launch.hosts.layout import Layout
+from paceline.launch.hosts.rendezvous import OneHost, SeveralHosts
 from paceline.launch.life import Life
-from paceline.launch.logs import Logs
 from paceline.launch.loop import READ, Loop
-from paceline.launch.output import Speakers
-from paceline.launch.plumbing import open_outlets, open_standard_streams
-from paceline.launch.rendezvous import OneHost, SeveralHosts
-from paceline.launch.server import ForkServer
+from paceline.launch.output.forwarding import Forwarder
+from paceline.launch.output.interleaving import Speakers
+from paceline.launch.output.logs import Logs
+from paceline.launch.output.plumbing import open_outlets, open_standard_streams
+from paceline.launch.server.client import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, write_all
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import LaunchError
-from paceline.launch.runs import Process, read_process
+from paceline.launch.runs.look import Process, read_process
 
 GRACE_S = 2.0
 # How many are ended at a time: each takes a descriptor.

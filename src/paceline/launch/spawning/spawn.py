@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from paceline.errors import LaunchError
-from paceline.launch import spawned
-from paceline.launch.spawn_context import INTERRUPTED_S, Ranks
+from paceline.launch.spawning import spawned
+from paceline.launch.spawning.context import INTERRUPTED_S, Ranks
 
 _METHODS = ("spawn", "forkserver", "fork")
 
@@ -138,7 +138,7 @@ def _is_main_lost() -> bool:
 def _warm_server(fn: Callable[..., Any]) -> None:
     """Tell the standard library's fork server what to import, unless it runs already."""
     server: Any = multiprocessing.forkserver._forkserver
-    names = ["paceline.launch.warm"]
+    names = ["paceline.launch.spawning.warm"]
     with contextlib.suppress(OSError, TypeError):  # it has no source
         if "optim" in inspect.getsource(inspect.getmodule(fn)):  # type: ignore[arg-type]
             names.append("torch._dynamo")  # which torch imports when the first optimizer is made: a second in each rank

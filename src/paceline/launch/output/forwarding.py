@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.launch.logs import LogFile
 from paceline.launch.loop import READ, WRITE, Loop
-from paceline.launch.plumbing import Outlet, copy_window_size, is_selectable
+from paceline.launch.output.logs import LogFile
+from paceline.launch.output.plumbing import Outlet, copy_window_size, is_selectable
 
 _READ_BYTES = 1 << 16
 _LINE_S = 0.05  # for the end of a line that was begun; python writes a line in pieces under PYTHONUNBUFFERED

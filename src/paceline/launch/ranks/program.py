@@ -13,7 +13,7 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from paceline.launch.report import Reporter, deliver_through
+from paceline.launch.ranks.report import Reporter, deliver_through
 from paceline.launch.spec import is_container
 
 

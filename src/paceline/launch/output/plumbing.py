@@ -14,7 +14,7 @@ import termios
 import tty
 from dataclasses import dataclass, field
 
-from paceline.launch.output import Interleaver, Speakers
+from paceline.launch.output.interleaving import Interleaver, Speakers
 
 # A pipe or terminal that select finds writable takes this many bytes without blocking.
 _SAFE_WRITE_BYTES = select.PIPE_BUF

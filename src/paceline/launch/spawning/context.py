@@ -17,8 +17,8 @@ from typing import Any
 
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
 
-from paceline.launch import spawned
 from paceline.launch.failure import SETTLE_S, Ending, Report, first_failure
+from paceline.launch.spawning import spawned
 from paceline.launch.wire import Decoder
 
 _TERMINATE_S = 30.0  # torch's: what a rank may take to end on SIGTERM where join's grace_period does not say

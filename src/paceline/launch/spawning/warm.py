@@ -6,8 +6,8 @@ The invariant: meanwhile the server dies with whoever started it and leaves Ctrl
 import os
 import signal
 
-from paceline.launch.forkserver import preload
 from paceline.launch.prctl import die_with_parent, outlive_parent
+from paceline.launch.server.forkserver import preload
 
 die_with_parent(os.getppid())
 _handler = signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -9,8 +9,8 @@ from typing import Any, TextIO
 
 from paceline.launch.dispositions import Dispositions
 from paceline.launch.prctl import die_with_parent
-from paceline.launch.program import Command, Program
-from paceline.launch.report import Reporter
+from paceline.launch.ranks.program import Command, Program
+from paceline.launch.ranks.report import Reporter
 from paceline.launch.wire import Message
 
 

@@ -10,10 +10,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.launch.layout import Layout
+from paceline.launch.hosts.layout import Layout
 from paceline.launch.loop import READ, Loop
 from paceline.launch.ports import claim_port
-from paceline.launch.server import ForkServer
+from paceline.launch.server.client import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
 

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import NoReturn
 
-from paceline.launch import rank as ranks
 from paceline.launch.dispositions import Dispositions, only_wake
 from paceline.launch.prctl import die_with_parent, outlive_parent
+from paceline.launch.ranks import rank as ranks
 from paceline.launch.wire import Message, Receiver, send
 
 # What a training script imports anyway. What is not installed is the script's own affair.
@@ -265,7 +265,7 @@ def _host_store(order: Message, listener: int) -> None:
 
 def _meet(order: Message, connection: int) -> None:
     """Meet the other hosts, for as long as the supervisor wants."""
-    from paceline.launch.meet import serve
+    from paceline.launch.hosts.meet import serve
 
     serve(socket.socket(fileno=connection), order["nodes"], order["num_ranks"])
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.launch.counts import usable_cores
-from paceline.launch.layout import shared_environment
+from paceline.launch.hosts.layout import shared_environment
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
 from paceline.processes import own_mark
@@ -19,7 +20,7 @@ from paceline.processes import own_mark
 # that the server imports, so it leaves the path first; the package is found wherever this launcher was found.
 _BOOT = (
     "import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; sys.path.append({home!r}); "
-    "from paceline.launch.forkserver import main; sys.path.pop(); main()()"
+    "from paceline.launch.server.forkserver import main; sys.path.pop(); main()()"
 )
 # It sweeps for at most 1.5 s once the supervisor has hung up.
 _END_TIMEOUT_S = 10.0
@@ -117,7 +118,7 @@ class ForkServer:
 
 
 def _start(spec: LaunchSpec, control: int) -> "subprocess.Popen[bytes]":
-    home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    home = str(pathlib.Path(__file__).resolve().parents[3])
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if getattr(sys.stdout, "write_through", False):
         flags = [*flags, "-u"]

@@ -1,0 +1,1 @@
+"""``paceline.spawn``: a function instead of a script on every rank."""
