@@ -1,7 +1,11 @@
+import json
 import os
 import signal
 
-from paceline.launch.failure import Ending, Report, describe, describe_interrupt, first_failure, in_red
+import pytest
+
+from paceline.launch.failure import Ending, Report, as_json, describe, describe_interrupt, first_failure, in_red
+from paceline.launch.oom_kills import OomKills
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom\n'
 
@@ -70,11 +74,55 @@ def test_an_exit_says_its_code_and_its_message():
     assert describe([wordy], wordy) == "paceline: rank 0 failed first, exit code 1:\nno data\n"
 
 
-def test_sigkill_names_its_common_cause():
-    first = died(0, 1.0)
+@pytest.mark.parametrize(
+    ("kills", "why", "cause"),
+    [
+        (OomKills(1, 1, 8 << 30), ": memory ran out (the limit of its cgroup is 8.0 GiB)", "oom"),
+        (OomKills(2, 2, 512 << 20), ": memory ran out (the limit of its cgroup is 512 MiB)", "oom"),
+        (
+            OomKills(1, 1),
+            ": memory ran out (of this host, or of a container around it: no limit of its cgroup was reached)",
+            "oom",
+        ),
+        (
+            OomKills(None, 1),
+            ": memory probably ran out (this host has counted an OOM kill meanwhile, but not of whom)",
+            "oom",
+        ),
+        (OomKills(0, 1), ", by whom is not known (no OOM kill was counted)", "signal"),
+        (OomKills(None, 0), ", by whom is not known (no OOM kill was counted)", "signal"),
+        (OomKills(), " (whether memory ran out cannot be told here)", "signal"),
+    ],
+)
+def test_of_sigkill_is_told_what_the_kernel_has_counted(kills, why, cause):
+    first = Ending(0, -signal.SIGKILL, 1.0, oom_kills=kills)
+    assert describe([first], first) == f"paceline: rank 0 failed first, killed by SIGKILL{why}\n"
+    assert first.cause == cause
+
+
+def test_a_failure_while_another_process_was_killed_for_want_of_memory_says_so():
+    report = Report("raised", 1, 1.0, "RuntimeError: a worker died", "RuntimeError: a worker died\n")
+    first = Ending(0, 1, 1.1, report, oom_kills=OomKills(1, 1, 8 << 30))
     assert describe([first], first) == (
-        "paceline: rank 0 failed first, killed by SIGKILL (the kernel does so when memory runs out)\n"
+        "paceline: meanwhile memory ran out (the limit of its cgroup is 8.0 GiB), and the kernel killed a process\n"
+        "paceline: rank 0 failed first, exit code 1:\nRuntimeError: a worker died\n"
     )
+
+
+def test_the_cause_of_each_ending_is_one_word():
+    endings = [
+        Ending(0, 0, 1.0),
+        raised(1, 1.0),
+        died(2, 1.0, signal.SIGSEGV),
+        died(3, 1.0, signal.SIGTERM, was_stopped=True),
+        raised(4, 2.0, was_stopped=True),
+        Ending(5, 3, 1.0),
+        Ending(6, 42, 1.1, Report("exit", 42, 1.0, "SystemExit: 42", "")),
+        Ending(7, -signal.SIGSEGV, 1.0, oom_kills=OomKills(1, 1, 8 << 30)),
+    ]
+    text = as_json(endings, 1, host="h", logs="", num_restarts=0)
+    causes = [rank["cause"] for rank in json.loads(text)["ranks"]]
+    assert causes == [None, "raised", "signal", "stopped", "raised", "exit", "exit", "signal"]
 
 
 def test_an_interrupted_rank_is_found_at_the_innermost_line_of_the_users_own():

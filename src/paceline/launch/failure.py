@@ -10,9 +10,10 @@ import re
 import signal
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.launch.hosts.layout import Layout
+from paceline.launch.oom_kills import OomKills
 
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2
@@ -51,6 +52,7 @@ class Ending:
         at_s: when it was seen to have ended.
         report: what it told before, if anything.
         was_stopped: the launcher had asked it to stop before its failure was known.
+        oom_kills: what the kernel had counted by then of its life.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Ending:
     at_s: float
     report: Report | None = None
     was_stopped: bool = False
+    oom_kills: OomKills = field(default_factory=OomKills)
 
     @property
     def failed(self) -> bool:
@@ -71,6 +74,17 @@ class Ending:
     def exit_status(self) -> int:
         """As a shell gives it: 128 plus the number of the signal."""
         return 128 - self.code if self.code < 0 else self.code or 1
+
+    @property
+    def cause(self) -> str | None:
+        """In a word: "stopped" by the launcher, its report's kind, "oom", "signal" or "exit"; None: it succeeded."""
+        if not self.failed or _is_mere_stop(self):
+            return "stopped" if self.failed else None
+        if self.report is not None:
+            return self.report.kind
+        if self.code >= 0:
+            return "exit"
+        return "oom" if self.code == -signal.SIGKILL and self.oom_kills.were_likely else "signal"
 
 
 def first_failure(endings: Sequence[Ending]) -> Ending | None:
@@ -106,10 +120,13 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
         lines.append(f"paceline: {_name_ranks(stopped)} stopped by the launcher (collateral)")
     if logs:
         lines.append(f"paceline: what the ranks said is in {logs}")
+    if first.oom_kills.in_cgroup and first.code != -signal.SIGKILL:
+        limit = _spell_limit(first.oom_kills)
+        lines.append(f"paceline: meanwhile memory ran out ({limit}), and the kernel killed a process")
     if first.report is None or not first.report.text:
         lines.append(f"paceline: rank {first.rank} failed first, {_cause(first)}")
     else:
-        lines.append(f"paceline: rank {first.rank} failed first, {_code(first.code)}:")
+        lines.append(f"paceline: rank {first.rank} failed first, {_end(first)}:")
         lines.append(first.report.text.rstrip("\n"))
     return "\n".join(lines) + "\n"
 
@@ -130,6 +147,7 @@ def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str
             "exit_code": ending.code if ending.code >= 0 else None,
             "signal": _signal_name(-ending.code) if ending.code < 0 else None,
             "is_root_cause": ending is first,
+            "cause": ending.cause,
             "was_stopped": ending.was_stopped,
             "error": None if ending.report is None else ending.report.summary,
             "traceback": None if ending.report is None else ending.report.text,
@@ -185,15 +203,33 @@ def _is_mere_stop(ending: Ending) -> bool:
 
 def _cause(ending: Ending) -> str:
     if ending.report is None or ending.report.kind == "exit":
-        return _code(ending.code)
-    return f"{_code(ending.code)}: {ending.report.summary}"
+        return _end(ending)
+    return f"{_end(ending)}: {ending.report.summary}"
 
 
-def _code(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    hint = " (the kernel does so when memory runs out)" if -code == signal.SIGKILL else ""
-    return f"killed by {_signal_name(-code)}{hint}"
+def _end(ending: Ending) -> str:
+    if ending.code >= 0:
+        return f"exit code {ending.code}"
+    why = explain_sigkill(ending.oom_kills) if ending.code == -signal.SIGKILL else ""
+    return f"killed by {_signal_name(-ending.code)}{why}"
+
+
+def explain_sigkill(kills: OomKills) -> str:
+    """What follows ``killed by SIGKILL``: as much as the kernel's counters tell of who sent it."""
+    if kills.in_cgroup:
+        return f": memory ran out ({_spell_limit(kills)})"
+    if kills.in_cgroup is None and kills.on_host is None:
+        return " (whether memory ran out cannot be told here)"
+    if kills.were_likely:
+        return ": memory probably ran out (this host has counted an OOM kill meanwhile, but not of whom)"
+    return ", by whom is not known (no OOM kill was counted)"
+
+
+def _spell_limit(kills: OomKills) -> str:
+    if kills.limit_bytes is None:
+        return "of this host, or of a container around it: no limit of its cgroup was reached"
+    gib = kills.limit_bytes / 2**30
+    return f"the limit of its cgroup is {f'{gib:.1f} GiB' if gib >= 1 else f'{gib * 1024:.0f} MiB'}"
 
 
 def _signal_name(number: int) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from paceline.launch.failure import Ending, Report
 from paceline.launch.hosts.layout import Layout
 from paceline.launch.loop import READ, Loop
+from paceline.launch.oom_kills import OomCounters, OomKills
 from paceline.launch.output.forwarding import Channel, Forwarder
 from paceline.launch.wire import Decoder
 
@@ -40,6 +41,8 @@ class Life:
         self._report_fds: dict[int, int] = {}
         self._decoders = {local_rank: Decoder() for local_rank in range(layout.num_ranks)}
         self._ended: dict[int, tuple[int, float]] = {}  # by local rank: code, moment
+        self._oom_counters = OomCounters()
+        self._oom_kills: dict[int, OomKills] = {}  # by local rank, of those that have failed
 
     @property
     def has_begun(self) -> bool:
@@ -70,7 +73,7 @@ class Life:
         self._forwarder.rank_ended(self.layout.first_rank + local_rank)
         self._read_report(local_rank)  # it was written before the end, but may not have been looked at yet
         if code != 0 and local_rank not in self.reports:
-            self._on_failure()
+            self._failed(local_rank)
 
     def lost(self) -> list[int]:
         """The fork server is gone, and with it, by the kernel, its ranks; which ones had not ended."""
@@ -81,6 +84,10 @@ class Life:
             self._ended[local_rank] = (-signal.SIGKILL, now)
             self._forwarder.rank_ended(self.layout.first_rank + local_rank)
         return missing
+
+    def oom_kills(self) -> OomKills:
+        """What the kernel has counted in this life."""
+        return self._oom_counters.since()
 
     def living(self) -> Iterator[tuple[int, int]]:
         """Local rank and pid of each that runs."""
@@ -104,7 +111,10 @@ class Life:
             if local_rank in self._ended:
                 endings.append(self._ending_of(local_rank))
             elif report is not None:
-                endings.append(Ending(self.layout.first_rank + local_rank, report.code, report.at_s, report))
+                kills = self._oom_kills[local_rank]
+                endings.append(
+                    Ending(self.layout.first_rank + local_rank, report.code, report.at_s, report, oom_kills=kills)
+                )
         return endings
 
     def close(self) -> None:
@@ -123,7 +133,11 @@ class Life:
             self._loop.unwatch(fd)
         for message in self._decoders[local_rank].feed(data):
             self.reports[local_rank] = Report(**message)
-            self._on_failure()
+            self._failed(local_rank)
+
+    def _failed(self, local_rank: int) -> None:
+        self._oom_kills[local_rank] = self.oom_kills()
+        self._on_failure()
 
     def _ending_of(self, local_rank: int) -> Ending:
         code, at_s = self._ended[local_rank]
@@ -132,4 +146,5 @@ class Life:
             code = report.code  # killed by the launcher while it was ending
         failed_at_s = report.at_s if report is not None else at_s
         was_stopped = failed_at_s >= self.stop_at_s
-        return Ending(self.layout.first_rank + local_rank, code, at_s, report, was_stopped=was_stopped)
+        kills = self._oom_kills.get(local_rank, OomKills())
+        return Ending(self.layout.first_rank + local_rank, code, at_s, report, was_stopped, kills)

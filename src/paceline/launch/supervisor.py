@@ -29,6 +29,7 @@ from paceline.launch.failure import (
     describe_interrupt,
     describe_layout,
     describe_wait,
+    explain_sigkill,
     first_failure,
     in_red,
 )
@@ -244,6 +245,8 @@ class _Supervisor:
             return
         code = self._server.wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if code == -signal.SIGKILL and life is not None:
+            how += explain_sigkill(life.oom_kills())
         which = "its ranks were stopped" if has_begun else "no rank was started; what it said stands above"
         self._broken = self._broken or f"the fork server {how}; {which}"
         if life is None:
