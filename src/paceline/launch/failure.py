@@ -169,15 +169,17 @@ def describe_layout(layout: Layout, hosts: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int]) -> str:
+def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int], *, has_keys: bool) -> str:
     """What is said while ranks take their time to end.
 
     Args:
         reports: of those that have failed.
         waiting_for: the ranks that still run.
+        has_keys: it is read on a terminal.
     """
+    hint = "; Ctrl-C ends them at once" if has_keys else ""
     raised = [f"paceline: a rank failed, {report.summary}\n" for report in reports.values() if report.kind == "raised"]
-    return f"{''.join(raised[:1])}paceline: waiting for {_name_ranks(waiting_for)} to end\n"
+    return f"{''.join(raised[:1])}paceline: waiting for {_name_ranks(waiting_for)} to end{hint}\n"
 
 
 def describe_interrupt(reports: Mapping[int, Report]) -> str:

@@ -40,7 +40,7 @@ from paceline.launch.loop import READ, Loop
 from paceline.launch.output.forwarding import Forwarder
 from paceline.launch.output.interleaving import Speakers
 from paceline.launch.output.logs import Logs
-from paceline.launch.output.plumbing import open_outlets, open_standard_streams
+from paceline.launch.output.plumbing import Outlet, open_outlets, open_standard_streams
 from paceline.launch.server.client import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message, write_all
@@ -296,6 +296,8 @@ class _Supervisor:
                     os.kill(pid, signum)
 
     def _on_ending_signal(self, signum: signal.Signals) -> None:
+        if signum in (signal.SIGINT, signal.SIGQUIT):
+            self._leave_line_of_keys()
         is_stopping = self._ending_signal is not None or (self._life is not None and self._life.is_stopping)
         if is_stopping and signum == signal.SIGINT:  # the second Ctrl-C: no more patience
             self._is_hurried = True
@@ -331,7 +333,8 @@ class _Supervisor:
     def _say_who_is_awaited(self, life: Life) -> None:
         """Where ranks take their time to end: why they are to, and which they are."""
         if life is self._life and not life.has_ended:
-            self._say(describe_wait(life.reports, [life.layout.first_rank + rank for rank, _ in life.living()]))
+            ranks = [life.layout.first_rank + rank for rank, _ in life.living()]
+            self._say(describe_wait(life.reports, ranks, has_keys=self._said_to.is_terminal))
 
     def _escalate(self, life: Life | None) -> None:
         if self._escalation and life is not None and life is self._life:
@@ -389,8 +392,18 @@ class _Supervisor:
         except OSError as error:
             self._say(f"paceline: the report {self._spec.report_path} cannot be written: {error.strerror}\n")
 
+    def _leave_line_of_keys(self) -> None:
+        """The terminal has written ^C where the cursor was."""
+        if self._said_to.is_terminal:
+            self._said_to.interleaver.line_is_open = True
+            self._say("")
+
+    @property
+    def _said_to(self) -> Outlet:
+        return next(outlet for outlet in self._outlets if "stderr" in outlet.streams)
+
     def _say(self, text: str, *, in_color: bool = False) -> None:
-        outlet = next(outlet for outlet in self._outlets if "stderr" in outlet.streams)
+        outlet = self._said_to
         if in_color and outlet.is_terminal and not os.environ.get("NO_COLOR"):
             text = in_red(text)
         with contextlib.suppress(OSError):  # nobody reads it

@@ -20,12 +20,15 @@ class Interleaver:
     Args:
         speakers: whether any but rank 0 has spoken.
         is_terminal: a carriage return ends a line too, so that progress bars of several ranks stay apart.
+
+    Attributes:
+        line_is_open: what was written last is the start of a line.
     """
 
     speakers: "Speakers"
     is_terminal: bool = False
+    line_is_open: bool = False
     _held: dict[int, bytes] = field(default_factory=dict)
-    _line_is_open: bool = False
 
     def feed(self, rank: int, data: bytes) -> bytes:
         """What is to be written now that ``rank`` has said ``data``; nothing is lost, but a part may be held back."""
@@ -34,7 +37,7 @@ class Interleaver:
         self.speakers.add(rank)
         alone = not self.speakers.several
         if alone and self.speakers.num_ranks == 1:
-            self._line_is_open = not data.endswith(b"\n")
+            self.line_is_open = not data.endswith(b"\n")
             return data
         data = self._held.pop(rank, b"") + data
         whole, rest = self._split(data)
@@ -45,7 +48,7 @@ class Interleaver:
         if not alone:
             return self.close_line() + self._mark(rank, whole)
         if whole:
-            self._line_is_open = not whole.endswith(b"\n")
+            self.line_is_open = not whole.endswith(b"\n")
         return whole
 
     def holds_start(self, rank: int) -> bool:
@@ -56,7 +59,7 @@ class Interleaver:
         """The start of a line whose end has not come in time."""
         if not self.holds_start(rank):
             return b""
-        self._line_is_open = True
+        self.line_is_open = True
         return self._held.pop(rank)
 
     def finish(self, rank: int) -> bytes:
@@ -70,7 +73,7 @@ class Interleaver:
 
     def close_line(self) -> bytes:
         """What ends a line that was begun while one rank alone spoke."""
-        was_open, self._line_is_open = self._line_is_open, False
+        was_open, self.line_is_open = self.line_is_open, False
         return b"\n" if was_open else b""
 
     def _split(self, data: bytes) -> tuple[bytes, bytes]:
