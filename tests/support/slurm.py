@@ -78,13 +78,18 @@ class Slurm:
         """``sbatch ARGUMENTS``: the job's number."""
         return self.run("sbatch", "--parsable", *arguments, cwd=cwd).strip()
 
+    def is_idle(self) -> bool:
+        """Whether all nodes are, and all has been heard of the jobs that they have had."""
+        done = run_command(["sinfo", "--noheader", "--format=%T"], env=self.env)
+        return done.stdout.split() == ["idle"]
+
     def state_of(self, job: str) -> str:
         """Such as PENDING, RUNNING, COMPLETED or FAILED."""
         return self._field(job, "JobState")
 
-    def restarts_of(self, job: str) -> int:
-        """How often it was queued again."""
-        return int(self._field(job, "Restarts"))
+    def reason_of(self, job: str) -> str:
+        """Why it waits, such as BeginTime."""
+        return self._field(job, "Reason")
 
     def _field(self, job: str, name: str) -> str:
         found = re.search(rf"\b{name}=(\w+)", self.run("scontrol", "show", "job", job))
@@ -117,7 +122,7 @@ def slurm(folder: pathlib.Path, num_nodes: int = 2) -> Iterator[Slurm]:
     with contextlib.ExitStack() as stack:
         for command in (["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in names)):
             stack.callback(_end, _start(cluster, command), folder)
-        wait_until(lambda: _is_ready(cluster, num_nodes))
+        wait_until(cluster.is_idle)
         stack.callback(_cancel_all, cluster)
         yield cluster
 
@@ -126,11 +131,6 @@ def _start(cluster: Slurm, command: list[str]) -> "subprocess.Popen[bytes]":
     env = {name: value for name, value in {**os.environ, **cluster.env}.items() if value is not None}
     with (cluster.folder / "said").open("ab") as log:
         return subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-
-def _is_ready(cluster: Slurm, num_nodes: int) -> bool:
-    done = run_command(["sinfo", "--noheader", "--format=%T %D"], env=cluster.env)
-    return done.stdout.split() == ["idle", str(num_nodes)]
 
 
 def _cancel_all(cluster: Slurm) -> None:
