@@ -33,7 +33,7 @@ def test_a_value_out_of_range_is_named(change, message):
 
 
 def test_more_ranks_than_files_may_be_open_is_an_error():
-    allowed = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 6
+    allowed = (resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 64) // 7
     with pytest.raises(
         LaunchError, match=f"-n {allowed + 1} is more than this host can hold: .* allow {allowed} ranks"
     ):

@@ -247,15 +247,20 @@ def test_sigusr1_and_sigusr2_are_passed_on_and_the_launcher_lives(tmp_path):
         for signum in signals:
             signal.sigwait([signum])
             (here / f"{signum.name}-{rank}").touch()
+        signal.sigwait([signal.SIGUSR1])
         """,
     )
-    process = start([*PACELINE, "run", "-n", "2", script])
+    said = tmp_path / "stderr"
+    with open(said, "w") as err:
+        process = start([*PACELINE, "run", "-n", "2", script], stderr=err)
     wait_ready(tmp_path, 2)
     for name in ("SIGUSR1", "SIGUSR2"):
         process.send_signal(signal.Signals[name])
         wait_until(lambda name=name: len(list(tmp_path.glob(f"{name}-*"))) == 2)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (0, "", "")
+    wait_until(lambda: "in no collective" in said.read_text())  # what SIGUSR2 is for, too
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "")
 
 
 def test_ctrl_z_stops_the_ranks_too(tmp_path):

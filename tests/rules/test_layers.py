@@ -11,7 +11,7 @@ PROJECT = pathlib.Path(__file__).parents[2]
 SOURCE = PROJECT / "src" / "paceline"
 
 # The ground: what every room may use. Each piece of it uses only those before it.
-GROUND = ["errors", "processes", "ports", "environment", "rendezvous", "devices", "world", "timeline"]
+GROUND = ["errors", "processes", "ports", "environment", "waits", "rendezvous", "devices", "world", "timeline"]
 
 # What each room may import besides itself and the ground.
 ROOMS: dict[str, set[str]] = {

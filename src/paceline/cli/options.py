@@ -36,6 +36,7 @@ def spec_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Lau
         numa_binding=given["numa_binding"] or "",
         signals=tuple(name for name in given["signals_to_handle"].split(",") if name),
         report_path=given["report_path"],
+        hang_timeout_s=given["hang_timeout_s"],
         logs=LogSpec(
             given["log_dir"],
             parse_streams(given["redirects"], "--redirects"),

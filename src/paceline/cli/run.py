@@ -60,6 +60,15 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
     envvar=["PACELINE_GRACE", "PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"],
     help="How long ranks that are asked to stop may take before they are killed.",
 )
+@click.option(
+    "--hang-timeout",
+    "hang_timeout_s",
+    default=0.0,
+    metavar="SECONDS",
+    envvar="PACELINE_HANG_TIMEOUT",
+    help="Say where all ranks are once one has waited for others for that long, as on SIGUSR2. It ends nothing: a "
+    "collective's own timeout (that of init) does. [default: never]",
+)
 @_option("--signals-to-handle", default="", metavar="SIG,...", help="Further signals to pass on to the ranks.")
 @_option("--log-dir", metavar="DIR", help="Folder for the ranks' output; alone, all of it is kept there as well.")
 @_option("--redirects", "-r", default="0", metavar="0..3|R:0..3,...", help="Keep stdout (1), stderr (2), both (3).")
@@ -93,7 +102,8 @@ def run(script: str, args: tuple[str, ...], **given: Any) -> int:
 
     When a rank fails the others are stopped; its traceback is printed last, and its exit code is that of the launcher.
     Ctrl-C interrupts all ranks, a second one kills them. SIGTERM, SIGHUP and SIGQUIT stop them, SIGUSR1 and SIGUSR2 are
-    passed on. Nothing that the ranks started in their process groups outlives the launcher.
+    passed on; SIGUSR2 also shows where each rank is, and in which collective it waits. Nothing that the ranks started
+    in their process groups outlives the launcher.
     """
     from paceline.cli.options import spec_of
     from paceline.launch import launch

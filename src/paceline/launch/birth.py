@@ -10,6 +10,7 @@ from paceline.launch.output.plumbing import Outlet, open_channel
 from paceline.launch.ranks.local_rank import declared_spelling, local_rank_args
 from paceline.launch.server.client import Birth, ForkServer
 from paceline.launch.spec import LaunchSpec
+from paceline.waits import Page
 
 
 class Nursery:
@@ -32,10 +33,20 @@ class Nursery:
         channels, writers = self._open_channels(life, local_rank)
         reader, report = os.pipe()
         os.set_blocking(reader, False)
-        life.attach(local_rank, channels, reader)
+        page = Page.make()
+        life.attach(local_rank, channels, reader, page)
         args = local_rank_args(self._option, spec.args, 0 if spec.has_virtual_local_rank else local_rank)
         self._server.bear(
-            Birth(local_rank, args, environment, spec.numa_binding, writers["stdout"], writers["stderr"], report)
+            Birth(
+                local_rank,
+                args,
+                environment,
+                spec.numa_binding,
+                writers["stdout"],
+                writers["stderr"],
+                report,
+                page.fd,
+            )
         )
         for fd in {*writers.values(), report}:
             os.close(fd)

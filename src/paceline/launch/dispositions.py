@@ -24,8 +24,14 @@ class Dispositions:
 
     def restore(self) -> None:
         """Handlers first, so that what was held back meets the right one when the mask opens."""
+        self.restore_handlers()
+        self.restore_mask()
+
+    def restore_handlers(self) -> None:
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
+
+    def restore_mask(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
 
 

@@ -18,7 +18,8 @@ from paceline.launch.oom_kills import OomKills
 # How far apart a death and the exceptions that it causes in other ranks are seen.
 SETTLE_S = 0.2
 
-_LIBRARIES = (
+# Where code lies that is not the user's.
+LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),  # our own
 )
@@ -114,10 +115,10 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
         if ending.rank not in alike
     ]
     if alike:
-        lines.append(f"paceline: {_name_ranks(alike)} failed in the same way")
+        lines.append(f"paceline: {name_ranks(alike)} failed in the same way")
     stopped = [ending.rank for ending in endings if ending.failed and ending is not first and _is_mere_stop(ending)]
     if stopped:
-        lines.append(f"paceline: {_name_ranks(stopped)} stopped by the launcher (collateral)")
+        lines.append(f"paceline: {name_ranks(stopped)} stopped by the launcher (collateral)")
     if logs:
         lines.append(f"paceline: what the ranks said is in {logs}")
     if first.oom_kills.in_cgroup and first.code != -signal.SIGKILL:
@@ -179,7 +180,7 @@ def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int], *, 
     """
     hint = "; Ctrl-C ends them at once" if has_keys else ""
     raised = [f"paceline: a rank failed, {report.summary}\n" for report in reports.values() if report.kind == "raised"]
-    return f"{''.join(raised[:1])}paceline: waiting for {_name_ranks(waiting_for)} to end{hint}\n"
+    return f"{''.join(raised[:1])}paceline: waiting for {name_ranks(waiting_for)} to end{hint}\n"
 
 
 def describe_interrupt(reports: Mapping[int, Report]) -> str:
@@ -187,7 +188,7 @@ def describe_interrupt(reports: Mapping[int, Report]) -> str:
     lines = []
     for rank, report in sorted(reports.items()):
         frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)$', report.text, re.MULTILINE)
-        own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+        own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)]
         if report.kind == "interrupt" and frames:
             path, line, function = (own or frames)[-1]
             lines.append(f"paceline: rank {rank} was at {os.path.basename(path)}:{line}, in {function}\n")
@@ -241,7 +242,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _name_ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 0, 2-5``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -17,6 +17,7 @@ from paceline.launch.loop import READ, Loop
 from paceline.launch.oom_kills import OomCounters, OomKills
 from paceline.launch.output.forwarding import Channel, Forwarder
 from paceline.launch.wire import Decoder
+from paceline.waits import Page
 
 
 class Life:
@@ -28,12 +29,16 @@ class Life:
     Attributes:
         stop_at_s: when the launcher asked the ranks to stop; infinite before.
         reports: what ranks have told, by local rank.
+        pages: on which they tell what they wait for, by local rank.
+        is_open: it has not been closed.
     """
 
     def __init__(self, layout: Layout, loop: Loop, forwarder: Forwarder, on_failure: Callable[[], None]) -> None:
         self.layout = layout
         self.stop_at_s = math.inf
         self.reports: dict[int, Report] = {}
+        self.pages: dict[int, Page] = {}
+        self.is_open = True
         self._loop = loop
         self._forwarder = forwarder
         self._on_failure = on_failure
@@ -58,8 +63,9 @@ class Life:
     def is_stopping(self) -> bool:
         return self.stop_at_s < math.inf
 
-    def attach(self, local_rank: int, channels: list[Channel], report: int) -> None:
+    def attach(self, local_rank: int, channels: list[Channel], report: int, page: Page) -> None:
         """Listen to a rank that is about to be born."""
+        self.pages[local_rank] = page
         for channel in channels:
             self._forwarder.attach(channel)
         self._report_fds[local_rank] = report
@@ -118,6 +124,9 @@ class Life:
         return endings
 
     def close(self) -> None:
+        self.is_open = False
+        for page in self.pages.values():
+            page.close()
         for fd in self._report_fds.values():
             self._loop.unwatch(fd)
             os.close(fd)

@@ -11,8 +11,8 @@ from paceline.errors import LaunchError
 from paceline.launch.hosts.layout import LOOPBACK
 from paceline.launch.output.logs import LogSpec
 
-# Two output channels and a report pipe a rank, both ends of which one process holds for a moment.
-_FDS_PER_RANK = 6
+# Two output channels and a report pipe a rank, both ends of which one process holds for a moment, and its page.
+_FDS_PER_RANK = 7
 _FDS_BESIDE = 64
 _USUAL_PORT = 29500  # torchrun's
 
@@ -79,6 +79,7 @@ class LaunchSpec:
         numa_binding: how ranks are bound to the cores near their GPU; empty for not at all.
         signals: the names of those that end the launch, or are passed on.
         report_path: where the verdict is written as JSON; empty for nowhere.
+        hang_timeout_s: after how long a wait for other ranks it is said where all are, in seconds; 0 for never.
         logs: what becomes of the ranks' output.
         nodes: the hosts of the job.
     Raises:
@@ -98,6 +99,7 @@ class LaunchSpec:
     numa_binding: str = ""
     signals: tuple[str, ...] = ()
     report_path: str = ""
+    hang_timeout_s: float = 0.0
     logs: LogSpec = field(default_factory=LogSpec)
     nodes: NodesSpec = field(default_factory=NodesSpec)
 
@@ -122,6 +124,15 @@ class LaunchSpec:
             )
         if not self.grace_s >= 0:
             raise LaunchError(f"expected a grace of 0 seconds or more, but got {self.grace_s:g}")
+        if not self.hang_timeout_s >= 0:
+            raise LaunchError(
+                f"expected a hang timeout of more than 0 seconds, or 0 for none, but got {self.hang_timeout_s:g}"
+            )
+        if self.hang_timeout_s and self.is_command:
+            raise LaunchError(
+                "--hang-timeout looks at the stacks of Python, which a program that is started with --no-python need "
+                "not have; leave one of the two out"
+            )
         if self.is_command:
             if shutil.which(self.target) is None:
                 raise LaunchError(f"no such program: {self.target!r} (looked along PATH)")

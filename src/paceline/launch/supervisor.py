@@ -33,6 +33,8 @@ from paceline.launch.failure import (
     first_failure,
     in_red,
 )
+from paceline.launch.hangs.asking import survives
+from paceline.launch.hangs.telling import Whereabouts
 from paceline.launch.hosts.layout import Layout
 from paceline.launch.hosts.rendezvous import OneHost, SeveralHosts
 from paceline.launch.life import Life
@@ -89,6 +91,7 @@ class _Supervisor:
         self._outlets = open_outlets(self._speakers, apart=not spec.logs.is_plain)
         self._forwarder = Forwarder(self._loop, self._outlets, self._on_output_closed, self._on_file_error)
         self._life: Life | None = None
+        self._whereabouts: Whereabouts | None = None  # of the ranks of this life
         self._num_lives = 0
         self._restarts_left = spec.max_restarts
         self._verdict: int | None = None
@@ -139,6 +142,7 @@ class _Supervisor:
         self._speakers.num_ranks = layout.world_size
         self._peer_failure, self._is_changing = None, False
         self._life = Life(layout, self._loop, self._forwarder, self._stop_soon)
+        self._whereabouts = Whereabouts(self._loop, self._life, self._spec, self._say)
         for local_rank in range(layout.num_ranks):
             self._nursery.bear(self._life, local_rank)
 
@@ -179,7 +183,7 @@ class _Supervisor:
         """All have ended: begin the next life, or say how it ended."""
         self._claim_failure(life)
         life.close()
-        self._life = None
+        self._life = self._whereabouts = None
         is_own = self._ending_signal is None and not self._output_closed and self._broken is None
         has_failed = first_failure(life.endings()) is not None
         if is_own and not has_failed and not self._is_changing and self._peer_failure is None:
@@ -293,7 +297,10 @@ class _Supervisor:
                 self._signal_groups(signum)
             elif self._life is not None:
                 for _, pid in self._life.living():
-                    os.kill(pid, signum)
+                    if signum != signal.SIGUSR2 or survives(pid, signum):
+                        os.kill(pid, signum)
+                if signum == signal.SIGUSR2 and self._whereabouts is not None:
+                    self._whereabouts.tell()
 
     def _on_ending_signal(self, signum: signal.Signals) -> None:
         if signum in (signal.SIGINT, signal.SIGQUIT):

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from paceline import waits
 from paceline.comm.engine.background import Driver
 from paceline.comm.engine.lookout import Lookout
 from paceline.comm.engine.operation import Operation
@@ -158,6 +159,8 @@ class Engine:
         except BaseException as interruption:  # Ctrl-C: the other ranks need not wait for their deadline
             self.abort(f"the wait for {operation.call} was interrupted by {type(interruption).__name__}")
             raise
+        finally:
+            waits.forget()
 
     def _wait_until(self, is_done: Callable[[], bool], operation: Operation, timeout_s: float | None) -> None:
         queue, num_looks, since = self._queue, 0, time.perf_counter()
@@ -176,6 +179,7 @@ class Engine:
                 queue.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
             if sleeps or has_ended:  # beside others that end all the time, it might never come to sleep
                 self._lookout.look_after(operation, is_done, deadline, timeout_s)
+                self._lookout.tell(operation, time.perf_counter() - since)
             elif num_looks > num_spins and self._yield_core(since):
                 num_looks = num_spins + num_yields
 

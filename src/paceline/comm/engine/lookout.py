@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from paceline import waits
 from paceline.comm.engine.operation import Operation
 from paceline.comm.engine.queue import Queue
 from paceline.comm.transport import Transport
@@ -67,6 +68,12 @@ class Lookout:
                     self._queue.fail(str(error), error)
             raise error
 
+    def tell(self, operation: Operation, waited_s: float) -> None:
+        """Let the launcher know of a wait for ``operation`` that takes long."""
+        if waits.is_told(waited_s):
+            group = f"the group of {name_ranks(self._ranks)}"
+            waits.note(f"{operation.call}, call number {operation.number} of {group}", self._who(operation), waited_s)
+
     def _fail_of(self, doomed: Operation, error: PeerError, operation: Operation, is_done: Callable[[], bool]) -> None:
         """``doomed`` cannot be done; raise if that concerns ``operation``, whose caller this is."""
         with self._queue.lock:
@@ -116,15 +123,17 @@ class Lookout:
     def _awaited_by(self, operation: Operation) -> Sequence[int]:
         return self._transport.absent() if operation.awaited is None else operation.awaited()
 
-    def _lateness(self, operation: Operation, timeout_s: float | None) -> str:
+    def _who(self, operation: Operation) -> str:
+        """Whom it waits for, in words."""
         absent = [self._ranks[rank] for rank in self._awaited_by(operation)]
         if (first := self._queue.awaited_before(operation)) is not None:
-            who = f"{first.call}, called before it, is not done either"
-        elif absent:
-            others = "" if operation.is_message else ", the others have"
-            who = f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it{others}"
-        else:
-            who = "all ranks have come to it"
+            return f"{first.call}, called before it, is not done either"
+        if not absent:
+            return "all ranks have come to it"
+        others = "" if operation.is_message else ", the others have"
+        return f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not come to it{others}"
+
+    def _lateness(self, operation: Operation, timeout_s: float | None) -> str:
         given = (
             f"{operation.timeout_s:g} s, the timeout that it was given"
             if timeout_s is None
@@ -132,5 +141,5 @@ class Lookout:
         )
         return (
             f"rank {self._ranks[self._transport.rank]}: {operation.call}, call number {operation.number} of this "
-            f"group, was not done after {given}: {who}. Look where the ranks are."
+            f"group, was not done after {given}: {self._who(operation)}. Look where the ranks are."
         )

@@ -1,12 +1,15 @@
 """From a fork of the server to a process that looks as if python had just started it."""
 
 import ctypes
+import faulthandler
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from paceline import waits
 from paceline.launch.dispositions import Dispositions
 from paceline.launch.prctl import die_with_parent
 from paceline.launch.ranks.program import Command, Program
@@ -31,7 +34,10 @@ def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> No
     _reseed_numpy()
     _renew_thread_id()
     _skip_shared_destructors()
-    dispositions.restore()
+    _answer_launcher(birth["page"])
+    dispositions.restore_handlers()
+    _survive_sigusr2()
+    dispositions.restore_mask()
 
 
 def runner(birth: Message, job: Message) -> Callable[[], None]:
@@ -68,6 +74,25 @@ def _renew_thread_id() -> None:
     main_thread: Any = threading.main_thread()
     if hasattr(main_thread, "_set_native_id"):
         main_thread._set_native_id()
+
+
+def _answer_launcher(page: int) -> None:
+    """Write the stacks of all threads behind ``page`` when the launcher asks: from C, whatever Python is doing."""
+    os.set_inheritable(page, False)
+    faulthandler.register(waits.ASKING_SIGNAL, file=page, all_threads=True, chain=False)
+    waits.tell(waits.Page(page))
+
+
+def _survive_sigusr2() -> None:
+    """SIGUSR2 asks a launcher for stacks, and ``scancel`` or ``pkill`` send it to ranks and their workers as well.
+
+    Python does not know of this handler: to the script the signal is at its default until it sets one itself. What the
+    rank runs by exec does not inherit it.
+    """
+    if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
+        libc = ctypes.CDLL(None)
+        libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+        libc.signal(signal.SIGUSR2, ctypes.cast(libc.abs, ctypes.c_void_p))  # a function of C's that does nothing
 
 
 def _skip_shared_destructors() -> None:

@@ -30,6 +30,8 @@ _END_TIMEOUT_S = 10.0
 class Birth:
     """What a rank is born with: its arguments, the variables that are its own, and its ends of what leads out of it.
 
+    ``page`` is where it tells what it waits for: see ``paceline.waits``.
+
     ``rank`` is its number on this host.
     """
 
@@ -40,6 +42,7 @@ class Birth:
     stdout: int
     stderr: int
     report: int
+    page: int
 
 
 class ForkServer:
@@ -82,7 +85,7 @@ class ForkServer:
             "environment": birth.environment,
             "numa_binding": birth.numa_binding,
         }
-        self._order(order, [birth.stdout, birth.stderr, birth.report])
+        self._order(order, [birth.stdout, birth.stderr, birth.report, birth.page])
 
     def sweep(self) -> None:
         """Leave nothing of this life; a "swept" event tells when that is done."""

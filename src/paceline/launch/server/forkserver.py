@@ -142,7 +142,7 @@ class _Server:
         if not pid:
             self._leave_server()
             _pass(gate)
-            birth = order | dict(zip(("stdout", "stderr", "report"), fds, strict=True))
+            birth = order | dict(zip(("stdout", "stderr", "report", "page"), fds, strict=True))
             ranks.become(birth, server_pid=self._pid, dispositions=self._dispositions)
             return ranks.runner(birth, self._job)
         for fd in fds:

@@ -1,0 +1,1 @@
+"""Where the ranks are: asked of them when the launcher is, or when they wait for too long."""
