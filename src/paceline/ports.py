@@ -1,4 +1,4 @@
-"""Who holds a port, for errors that can be acted upon."""
+"""Ports: how they are spelt, and who holds one, for errors that can be acted upon."""
 
 import time
 
@@ -24,6 +24,11 @@ def describe_port_holder(port: int) -> str:
     except psutil.Error:
         pass
     return "a process that this user may not see"
+
+
+def spell_endpoint(host: str, port: int) -> str:
+    """``host:port``, or ``[address]:port`` for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _shorten(command: str, width: int = 120) -> str:

@@ -20,6 +20,7 @@ from paceline.errors import WorldError
 from paceline.ports import describe_port_holder
 from paceline.rendezvous.meet import parse_method
 from paceline.rendezvous.peers import Peer, name_ranks
+from support.ipv6 import needs_ipv6
 from support.ranks import expect_errors, run_ranks
 
 
@@ -77,6 +78,20 @@ def late_by_a_rank(rank, world_size, directory, kind, port):
 @pytest.mark.parametrize("kind", ["env", "file"])
 def test_ranks_may_come_before_rank_0(kind):
     assert run_ranks(2, late_by_a_rank, kind, free_port(), join=False) == [11.0, 11.0]
+
+
+def by_ipv6(rank, world_size, directory, port):
+    totals = []
+    os.environ |= {"MASTER_ADDR": "::1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    for method in (None, f"tcp://[::1]:{port}"):
+        with paceline.init("gloo", method, timeout=20):
+            totals.append(total(rank))
+    return totals
+
+
+@needs_ipv6
+def test_ranks_meet_at_an_address_of_ipv6():
+    assert run_ranks(2, by_ipv6, free_port(), join=False) == [[11.0, 11.0]] * 2
 
 
 def address_only(rank, world_size, directory, port):

@@ -1,12 +1,15 @@
 """Several launchers that meet, as on several hosts: here all on one, which torch's rendezvous cannot tell."""
 
+import contextlib
 import re
 import signal
 import socket
 
+import psutil
 import pytest
 
 from support.commands import PACELINE, processes_with, start, wait_until, write_script
+from support.ipv6 import needs_ipv6
 
 TRAINS = """
 import os, pathlib, sys, time
@@ -70,6 +73,34 @@ def test_hosts_with_unequal_numbers_of_ranks_make_one_world(tmp_path):
         assert (
             [line[10:18] for line in heads[1:]] == ["* node 0", "  node 1"] if node == 0 else ["  node 0", "* node 1"]
         )
+
+
+def an_address_that_the_hosts_name_does_not_lead_to() -> str:
+    with contextlib.suppress(OSError):
+        named = {found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None)}
+        for entries in psutil.net_if_addrs().values():
+            for entry in entries:
+                is_other = entry.address not in {*named, "::1"} and "%" not in entry.address
+                if entry.family == socket.AF_INET6 and is_other:
+                    return entry.address
+    pytest.skip("this host has no IPv6 address that its name does not lead to")
+
+
+@pytest.mark.slow
+@needs_ipv6
+def test_hosts_meet_by_ipv6(tmp_path):
+    address, port = an_address_that_the_hosts_name_does_not_lead_to(), free_port()
+    flags = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=[{address}]:{port}", f"--local-addr={address}"]
+    both = launchers(lambda _: flags, 2, write_script(tmp_path, TRAINS.replace('"gloo"', '"hier"')))
+    port = free_port()
+    flags = ["--nnodes=2", "--master-addr=::1", f"--master-port={port}"]
+    both += launchers(lambda node: [*flags, f"--node-rank={node}"], 2, write_script(tmp_path, TRAINS, "second.py"))
+    said = finish(both)
+    for code, out, err in said:
+        assert code == 0, err
+        assert re.search(r"rank [01] of 2 local 0 node [01] sum 1\.0", out)
+    for (_, _, err), where in zip(said, [address, address, "::1", "::1"], strict=True):
+        assert f"paceline: 2 ranks on 2 hosts, which meet at {where} port " in err
 
 
 @pytest.mark.parametrize("flags_of", [static, c10d])

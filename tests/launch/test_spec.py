@@ -5,6 +5,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch import LaunchSpec
+from paceline.launch.spec import NodesSpec
 
 
 def test_a_good_spec_is_a_frozen_value(tmp_path):
@@ -30,6 +31,21 @@ def test_a_value_out_of_range_is_named(change, message):
     with pytest.raises(LaunchError) as caught:
         LaunchSpec("module", is_module=True, **change)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "port", "where"),
+    [
+        ({}, 0, "127.0.0.1:29500"),
+        ({"address": "host0"}, 7, "host0:7"),
+        ({"address": "fd00::1"}, 7, "[fd00::1]:7"),
+        ({"address": "[fd00::1]"}, 0, "[fd00::1]:29500"),
+        ({"address": "host0", "endpoint": "[::1]:29400"}, 7, "[::1]:29400"),
+    ],
+)
+def test_launchers_meet_at_the_endpoint_or_else_at_the_first_hosts_address(nodes, port, where):
+    spec = LaunchSpec("module", is_module=True, master_port=port, nodes=NodesSpec(2, 2, **nodes))
+    assert spec.meeting_point == where
 
 
 def test_more_ranks_than_files_may_be_open_is_an_error():

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from paceline.errors import LaunchError
 from paceline.launch.hosts.layout import LOOPBACK
 from paceline.launch.output.logs import LogSpec
+from paceline.ports import spell_endpoint
 
 # Two output channels and a report pipe a rank, both ends of which one process holds for a moment, and its page.
 _FDS_PER_RANK = 7
@@ -106,7 +107,7 @@ class LaunchSpec:
     @property
     def meeting_point(self) -> str:
         """Where the launchers of several hosts meet, as HOST:PORT."""
-        return self.nodes.endpoint or f"{self.nodes.address}:{self.master_port or _USUAL_PORT}"
+        return self.nodes.endpoint or spell_endpoint(self.nodes.address.strip("[]"), self.master_port or _USUAL_PORT)
 
     def __post_init__(self) -> None:
         _check_num_ranks(self.num_ranks)

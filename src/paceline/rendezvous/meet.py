@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from paceline.environment import Placement, meeting_point
 from paceline.errors import RendezvousError, WorldError
+from paceline.ports import spell_endpoint
 from paceline.rendezvous.address_file import AddressFile
 from paceline.rendezvous.meeting import Meeting
 from paceline.rendezvous.peers import Peer
 from paceline.rendezvous.slurm_nodes import address_of_node
-from paceline.rendezvous.stores import connect, serve, spell
+from paceline.rendezvous.stores import connect, serve
 
 _POLL_S = 0.01
 _CONNECT_S = 5.0  # to an address from a file, which may be out of date
@@ -125,8 +126,8 @@ def _meet_at(address: tuple[str, int], placement: Placement, deadline: float) ->
     meeting = _join_life(store, placement, deadline, host)
     if meeting is None:
         raise RendezvousError(
-            f"rank {placement.rank}: rank 0 did not come to {spell(address)} before the deadline. If it did, its job "
-            f"was complete already: were two processes given RANK={placement.rank}?"
+            f"rank {placement.rank}: rank 0 did not come to {spell_endpoint(*address)} before the deadline. If it did, "
+            f"its job was complete already: were two processes given RANK={placement.rank}?"
         )
     return meeting, _nothing
 

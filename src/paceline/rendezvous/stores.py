@@ -17,7 +17,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paceline.errors import RendezvousError, WorldError
-from paceline.ports import describe_port_holder
+from paceline.ports import describe_port_holder, spell_endpoint
 from paceline.rendezvous.forks import make_immortal
 
 _PROBE_S = 5.0
@@ -43,7 +43,7 @@ def connect(address: tuple[str, int], rank: int, deadline: float) -> dist.TCPSto
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, 0.2)
     raise RendezvousError(
-        f"rank {rank}: nobody answered at {spell(address)} before the deadline ({reason}). Is rank 0 "
+        f"rank {rank}: nobody answered at {spell_endpoint(*address)} before the deadline ({reason}). Is rank 0 "
         "running, and is MASTER_ADDR an address of its host that this host reaches?"
     )
 
@@ -95,18 +95,12 @@ def _listen(host: str, port: int) -> socket.socket:
             ) from None
         reason = os.strerror(error.errno or 0)
         raise WorldError(
-            f"rank 0: cannot listen at {spell((where, port))} ({reason}). Choose another MASTER_PORT."
+            f"rank 0: cannot listen at {spell_endpoint(where, port)} ({reason}). Choose another MASTER_PORT."
         ) from None
 
 
 def _until(deadline: float) -> timedelta:
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
-
-
-def spell(address: tuple[str, int]) -> str:
-    """``host:port``, or ``[address]:port`` for IPv6."""
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _leave_stores_to_parent() -> None:

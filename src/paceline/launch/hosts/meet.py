@@ -26,6 +26,7 @@ from paceline.launch.wire import Message, Receiver, send
 _LOOK_S = 0.2  # between two looks at the other hosts
 _MEET_S = 30.0  # for the others to say how many ranks they have, once all are there
 _LEAVE_S = 5.0  # for other launchers to go, before this one does
+_USUAL_PORT = 29400  # torch's, of an endpoint that names none
 _DONE_S = 300.0  # for ranks of other hosts to end, once those of this one have
 
 
@@ -84,7 +85,7 @@ class _Meeting:
             pass
         listener = None
         if self._rank == 0:
-            listener = _listen(told[0]["address"], backlog=sum(each["num_ranks"] for each in told))
+            listener = _listen(backlog=sum(each["num_ranks"] for each in told))
             self._store.set(f"{self._life}/port", str(listener.getsockname()[1]))
         counts = [each["num_ranks"] for each in told]
         layout = {
@@ -170,43 +171,72 @@ class _Meeting:
 
 
 def _handler_of(nodes: Message) -> Any:
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters, registry
     from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
     configs = _parse_rendezvous_config(nodes["conf"])
     if nodes["backend"] == "static":
         configs["rank"] = nodes["node_rank"]
-    parameters = RendezvousParameters(
-        backend=nodes["backend"],
-        endpoint=nodes["endpoint"],
-        run_id=nodes["run_id"],
-        min_nodes=nodes["least"],
-        max_nodes=nodes["most"],
-        local_addr=nodes["local_address"] or None,
-        **configs,
-    )
-    return registry.get_rendezvous_handler(parameters)
+
+    def make(**more: str) -> Any:
+        parameters = RendezvousParameters(
+            backend=nodes["backend"],
+            endpoint=nodes["endpoint"],
+            run_id=nodes["run_id"],
+            min_nodes=nodes["least"],
+            max_nodes=nodes["most"],
+            local_addr=nodes["local_address"] or None,
+            **configs,
+            **more,
+        )
+        return registry.get_rendezvous_handler(parameters)
+
+    # torch knows an address for this host's only if the host's name leads to it, which few names do on private networks
+    # and with IPv6; then nobody would host the store.
+    if nodes["backend"] == "c10d" and "is_host" not in configs and _is_here(nodes["endpoint"]):
+        with contextlib.suppress(RendezvousConnectionError):  # another launcher of this host does already
+            return make(is_host="true")
+        return make(is_host="false")
+    return make()
+
+
+def _resolve(endpoint: str) -> "list[tuple[socket.AddressFamily, Any]]":
+    """Families and addresses of a HOST:PORT; for UDP, in which connecting sends nothing."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+    host, port = parse_rendezvous_endpoint(endpoint, _USUAL_PORT)
+    with contextlib.suppress(socket.gaierror):  # those who need it will say so
+        return [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
+    return []
+
+
+def _is_here(endpoint: str) -> bool:
+    """Whether it is at an address of this host."""
+    for family, address in _resolve(endpoint):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address[0], 0, *address[2:]))
+            return True
+    return False
 
 
 def _address_of(nodes: Message, node_rank: int) -> str:
     """How the other hosts reach this one: by the interface that leads to where all meet."""
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
     if nodes["local_address"]:
         return str(nodes["local_address"])
-    host, _, port = nodes["endpoint"].rpartition(":")
     if nodes["backend"] == "static" and node_rank == 0:
-        return str(host.strip("[]"))
-    reached = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_DGRAM)
-    for family, kind, protocol, _, address in reached:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing; the kernel chooses the interface
+        return parse_rendezvous_endpoint(nodes["endpoint"], _USUAL_PORT)[0]
+    for family, address in _resolve(nodes["endpoint"]):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # the kernel chooses the interface
             return str(probe.getsockname()[0])
     return socket.gethostname()
 
 
-def _listen(address: str, *, backlog: int) -> socket.socket:
-    """A port of ``address``'s family on all interfaces."""
-    family = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind(("::" if family == socket.AF_INET6 else "0.0.0.0", 0))
-    listener.listen(max(128, backlog))
-    return listener
+def _listen(*, backlog: int) -> socket.socket:
+    """A port on all interfaces, of both families where this host has both."""
+    family, where = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
+    return socket.create_server(
+        (where, 0), family=family, backlog=max(128, backlog), dualstack_ipv6=family == socket.AF_INET6
+    )
