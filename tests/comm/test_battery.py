@@ -13,7 +13,7 @@ from support.battery import BATTERY, applicable, differences, main, same
 from support.ranks import RankError, run_ranks
 
 BACKENDS = ["gloo", "shm"]
-WORLD_SIZES = [1, 2, 3, 4, 8]
+WORLDS = [("gloo", 2), ("gloo", 3), *(("shm", size) for size in (1, 2, 3, 4, 8))]
 
 
 def failures(world, names):
@@ -21,8 +21,7 @@ def failures(world, names):
     return {name: texts for name, texts in found.items() if texts}
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "world_size"), WORLDS)
 def test_the_battery_is_passed(backend, world_size):
     importlib.import_module("torch._dynamo")  # for functional collectives: here once, instead of in each rank
     names = applicable(backend, world_size)

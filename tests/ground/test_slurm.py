@@ -105,7 +105,7 @@ def test_two_jobs_and_two_steps_of_a_job_run_beside_each_other_on_one_node(clust
 def cut_wait_short(cluster, job):
     """A requeued job waits for two minutes, here for two seconds.
 
-    Not less: within the second in which its first life has ended Slurm refuses to start it again, and takes it for failed.
+    Not less: within the second in which its first life has ended Slurm refuses to start it again, and it has failed.
     """
     wait_until(
         lambda: (cluster.state_of(job), cluster.reason_of(job)) == ("PENDING", "BeginTime") and cluster.is_idle()

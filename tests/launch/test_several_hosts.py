@@ -146,7 +146,7 @@ while not (here / f"enough {world.world_size} {life}").exists():
 """
     elastic = lambda _: [  # noqa: E731
         *("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-id=job", f"--rdzv-endpoint=127.0.0.1:{port}", "-n", "1"),
-        *("--rdzv-conf=last_call_timeout=1", "--max-restarts=3"),
+        *("--rdzv-conf=last_call_timeout=1,keep_alive_interval=1", "--max-restarts=3"),
     ]
     port, script = free_port(), write_script(tmp_path, TRAINS)
     (first,) = launchers(elastic, 1, script, waits)

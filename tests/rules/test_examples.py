@@ -37,26 +37,22 @@ def test_examples_are_short_and_say_how_they_are_run():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-def test_digits_runs_unchanged_in_three_ways(way, tmp_path):
-    out = run(*WAYS[way], EXAMPLES / "digits.py", "--epochs", 3, "--save", "model.pt", cwd=tmp_path)
-    accuracies = [
-        float(found) for found in re.findall(r"^epoch \d+: ([\d.]+)% of 359 test digits right$", out, re.MULTILINE)
-    ]
-    assert len(accuracies) == 3  # one line an epoch: rank 0's
-    assert accuracies[-1] > 80
-    ranks = 1 if way == "python" else 2
-    assert re.search(rf"^[\d,]+ samples/s on {ranks} x (cpu|cuda)$", out, re.MULTILINE)
-    assert (tmp_path / "model.pt").exists()
-
-
-@pytest.mark.slow
-def test_digits_on_two_ranks_ends_with_the_parameters_of_one_process(tmp_path):
-    for name, way in (("one", "python"), ("two", "paceline run")):
-        run(*WAYS[way], EXAMPLES / "digits.py", "--epochs", 4, "--save", f"{name}.pt", cwd=tmp_path)
-    out = run(sys.executable, EXAMPLES / "compare.py", "two.pt", "one.pt", cwd=tmp_path)
-    found = re.fullmatch(r"largest relative difference of the final parameters: (\S+) \(equal up to rounding\)\n", out)
-    assert float(found[1]) < 1e-5
+def test_digits_runs_unchanged_in_three_ways_and_two_ranks_end_with_the_parameters_of_one_process(tmp_path):
+    for way, command in WAYS.items():
+        out = run(*command, EXAMPLES / "digits.py", "--epochs", 3, "--save", f"{way}.pt", cwd=tmp_path)
+        accuracies = [
+            float(found) for found in re.findall(r"^epoch \d+: ([\d.]+)% of 359 test digits right$", out, re.MULTILINE)
+        ]
+        assert len(accuracies) == 3  # one line an epoch: rank 0's
+        assert accuracies[-1] > 80
+        ranks = 1 if way == "python" else 2
+        assert re.search(rf"^[\d,]+ samples/s on {ranks} x (cpu|cuda)$", out, re.MULTILINE)
+    for way in ("paceline run", "torchrun"):
+        out = run(sys.executable, EXAMPLES / "compare.py", f"{way}.pt", "python.pt", cwd=tmp_path)
+        found = re.fullmatch(
+            r"largest relative difference of the final parameters: (\S+) \(equal up to rounding\)\n", out
+        )
+        assert float(found[1]) < 1e-5
 
 
 def test_digits_takes_images_and_labels_in_mnists_format(tmp_path):
