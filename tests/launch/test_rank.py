@@ -237,7 +237,10 @@ def test_the_server_starts_no_thread_and_no_process(tmp_path):
     assert ran.stdout == "1 1 False\n\n"
 
 
-@pytest.mark.parametrize(("source", "found"), [("torch.optim.SGD", "True\n"), ("nothing of the kind", "False\n")])
-def test_what_optimizers_import_is_there_for_scripts_that_make_one(tmp_path, source, found):
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [("torch.optim.SGD", "True\n"), ("torch.nn.parallel", "True\n"), ("nothing of the kind", "False\n")],
+)
+def test_what_optimizers_and_torchs_wrapper_import_is_there_for_scripts_that_make_one(tmp_path, source, found):
     script = write_script(tmp_path, f"import sys; print('torch._dynamo' in sys.modules)  # {source}")
     assert paceline_run(script).stdout == found

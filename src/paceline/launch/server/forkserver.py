@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from paceline.launch.dispositions import Dispositions, only_wake
@@ -36,9 +36,10 @@ PRELOADED = (
     "paceline.parallel",
     "paceline.data",
 )
-# What torch imports when the first optimizer is made: a second in each rank, on a core that all of them want. Only for
-# scripts that make one, since the others would wait for it.
-_OF_OPTIMIZERS = ("torch._dynamo",)
+# What torch imports when the first optimizer, or wrapper of its own, is made: a second in each rank, on a core that all
+# of them want. Only for scripts that make one, since the others would wait for it.
+_COMPILER = "torch._dynamo"
+_WANT_COMPILER = (b"optim", b"nn.parallel")
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # When the supervisor is gone: for ranks to end on SIGTERM, then for what they left behind to end by itself.
 _ORPHAN_GRACE_S = 1.0
@@ -63,19 +64,20 @@ def preload(target: str) -> None:
     what is there is frozen, so that no collection in a rank touches, and thereby copies, the shared pages.
     """
     gc.disable()
-    for name in (*PRELOADED, *(_OF_OPTIMIZERS if _mentions(target, b"optim") else ())):
+    for name in (*PRELOADED, *([_COMPILER] if _mentions_any(target, _WANT_COMPILER) else [])):
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
 
 
-def _mentions(script: str, word: bytes) -> bool:
+def _mentions_any(script: str, words: Iterable[bytes]) -> bool:
     try:
         with open(script, "rb") as file:
-            return word in file.read()
+            source = file.read()
     except OSError:  # a module's name, or a folder
         return False
+    return any(word in source for word in words)
 
 
 class _Server:
