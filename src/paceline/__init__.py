@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from paceline import errors
     from paceline.data import DataLoader, DistributedSampler, gather
     from paceline.launch.spawning.spawn import spawn
-    from paceline.parallel import DistributedDataParallel, SyncBatchNorm
+    from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from paceline.parallel.global_mean import global_mean
     from paceline.world import World, init, shutdown
 
 _HOME_OF = {
     "DataLoader": "paceline.data",
+    "DataParallel": "paceline.parallel",
     "DistributedDataParallel": "paceline.parallel",
     "DistributedSampler": "paceline.data",
     "SyncBatchNorm": "paceline.parallel",
@@ -33,6 +34,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "DataLoader",
+    "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
     "SyncBatchNorm",

@@ -4,7 +4,7 @@ The invariant: saying so imports no compiler, which takes a second.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,8 +13,16 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 def not_compiled(fn: _F) -> _F:
     """As torch.compiler.disable(recursive=False), which would import the compiler now."""
+    return _passed_over(fn, torch._C._dynamo.eval_frame._FrameAction.DEFAULT)
+
+
+def not_compiled_within(fn: _F) -> _F:
+    """As torch.compiler.disable: nothing that it calls is compiled either."""
+    return _passed_over(fn, torch._C._dynamo.eval_frame._FrameAction.SKIP)
+
+
+def _passed_over(fn: _F, action_within: Any) -> _F:
     frames = torch._C._dynamo.eval_frame
-    passed_over = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-    frames.set_code_exec_strategy(fn.__code__, passed_over)
+    frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, action_within))
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
     return fn

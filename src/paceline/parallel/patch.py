@@ -3,17 +3,29 @@
 The invariant: a patch puts back exactly what it found, and nothing is patched unless somebody asks.
 """
 
+import sys
+from collections.abc import Callable
 from types import ModuleType, TracebackType
+from typing import Any
 
 import torch
 from torch.nn import parallel
 from torch.nn.modules import batchnorm
 from torch.nn.parallel import distributed
 
+from paceline.parallel.data_parallel import DataParallel, data_parallel
 from paceline.parallel.distributed import DistributedDataParallel
 from paceline.parallel.sync_batchnorm import SyncBatchNorm
 
-_PLACES: list[tuple[ModuleType, type]] = [
+# torch gives its function the name of the module that holds it.
+_data_parallel = sys.modules[torch.nn.parallel.DataParallel.__module__]
+
+_PLACES: list[tuple[ModuleType, Callable[..., Any]]] = [
+    (torch.nn, DataParallel),
+    (parallel, DataParallel),
+    (_data_parallel, DataParallel),
+    (parallel, data_parallel),
+    (_data_parallel, data_parallel),
     (parallel, DistributedDataParallel),
     (distributed, DistributedDataParallel),
     (torch.nn, SyncBatchNorm),
@@ -46,7 +58,7 @@ class Patch:
 
 
 def patch_torch() -> Patch:
-    """Let ``torch.nn.parallel.DistributedDataParallel`` and ``torch.nn.SyncBatchNorm`` be paceline's.
+    """Let torch's ``DistributedDataParallel``, ``DataParallel``, ``data_parallel`` and ``SyncBatchNorm`` be paceline's.
 
     For scripts, and libraries, that import torch's names; call it before they do, or before they look them up:
 

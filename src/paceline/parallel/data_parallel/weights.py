@@ -1,0 +1,93 @@
+"""How much the loss of each share counts in the loss of the whole batch.
+
+A loss that is a mean over a share counts by what it is a mean over: its samples, or the tokens that are not padding, or
+the weights of their classes. Added up with these weights, the means of unequal shares are the mean of the batch.
+
+The invariant: the weights of a mean add up to 1; those of a sum are all 1.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from paceline.errors import DataError
+from paceline.parallel.data_parallel.containers import parts_of
+
+Loss: TypeAlias = Callable[..., Tensor]
+Count: TypeAlias = Callable[[Any], "float | Tensor"]
+
+_OVER_CLASSES = (functional.cross_entropy, functional.nll_loss)
+
+
+class Weighing:
+    """The rule by which the shares of a loss are weighed."""
+
+    def __init__(self, loss: Loss, count: Count | None) -> None:
+        """Find it.
+
+        Args:
+            loss: a criterion of torch's, or any callable that returns a mean over the samples.
+            count: of a share's target, what its loss is a mean over, where that is not the number of samples.
+        Raises:
+            DataError: the loss is one per sample, or cannot be called.
+        """
+        if not callable(loss):
+            raise DataError(f"loss: expected a callable that returns a scalar, not {type(loss).__name__}.")
+        function, keywords = _unwrapped(loss)
+        reduction = keywords.get("reduction", getattr(function, "reduction", "mean"))
+        if reduction == "none":
+            raise DataError("loss: reduction='none' gives no scalar to differentiate. Use 'mean' or 'sum'.")
+        self._is_sum = reduction == "sum"
+        self._count = count or _count_of_classes(function, keywords)
+
+    def weigh(self, shares: Sequence[Any], targets: Sequence[Any], dim: int) -> list[float]:
+        """A weight for each share; NaN for none: where nothing counts, a mean over it is NaN, and so is the loss."""
+        if self._is_sum:
+            return [1.0] * len(shares)
+        if self._count is not None:
+            counts = [float(self._count(target)) for target in targets]
+        else:
+            counts = [float(_num_samples((share, target), dim)) for share, target in zip(shares, targets, strict=True)]
+        if sum(counts) == 0:
+            counts = [1.0] * len(counts)
+        return [count / sum(counts) for count in counts]
+
+
+def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """The function within ``functools.partial``, and its keywords."""
+    keywords: dict[str, Any] = {}
+    while isinstance(loss, functools.partial):
+        keywords = {**loss.keywords, **keywords}
+        loss = loss.func
+    return loss, keywords
+
+
+def _count_of_classes(function: Any, keywords: dict[str, Any]) -> Count | None:
+    """The count of torch's losses over classes, which leave out one class and may weigh the others."""
+    if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
+        return functools.partial(_count_labels, weight=function.weight, ignore_index=function.ignore_index)
+    if function in _OVER_CLASSES:
+        return functools.partial(
+            _count_labels, weight=keywords.get("weight"), ignore_index=keywords.get("ignore_index", -100)
+        )
+    return None
+
+
+def _count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    if target.is_floating_point():  # probabilities of classes: a mean over the samples
+        return torch.tensor(float(target.size(0)))
+    counts = target != ignore_index
+    if weight is None:
+        return counts.sum()
+    return weight.to(target.device)[target[counts]].sum()
+
+
+def _num_samples(share: Any, dim: int) -> int:
+    """The size of the first tensor in it; 1 where there is none."""
+    if isinstance(share, Tensor):
+        return share.size(dim) if share.dim() else 0
+    return next((size for _, part in parts_of(share) or () if (size := _num_samples(part, dim))), 0)
