@@ -44,6 +44,11 @@ def test_the_flags_are_these():
         ["--logs-specs", "--logs_specs"],
         ["--use-env", "--use_env"],
         ["--report"],
+        ["--hosts"],
+        ["--hostfile"],
+        ["--export"],
+        ["--python"],
+        ["--workdir"],
         ["script"],
         ["args"],
     ]

@@ -99,8 +99,11 @@ def why_no_hosts() -> str | None:
 
 
 @contextlib.contextmanager
-def hosts(count: int, rate: str = "1gbit") -> Iterator[list[Host]]:
+def hosts(count: int, rate: str = "1gbit", *, ipv6: bool = False) -> Iterator[list[Host]]:
     """``count`` hosts that reach each other at ``rate`` (in tc's spelling), each way; skips the test without root.
+
+    Args:
+        ipv6: their addresses are of IPv6 alone.
 
     Raises:
         RuntimeError: a command of iproute2 failed; the message holds it and what it said.
@@ -111,7 +114,8 @@ def hosts(count: int, rate: str = "1gbit") -> Iterator[list[Host]]:
         pytest.skip(reason)
     name = f"paceline-{secrets.token_hex(4)}"
     switch = f"{name}-switch"
-    made = [Host(number, f"{name}-{number}", f"10.77.0.{number + 1}") for number in range(count)]
+    prefix = "fd77::" if ipv6 else "10.77.0."
+    made = [Host(number, f"{name}-{number}", f"{prefix}{number + 1}") for number in range(count)]
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, switch)
         _make_switch(switch)
@@ -131,7 +135,8 @@ def _plug_in(host: Host, switch: str, rate: str) -> None:
     port = f"port{host.number}"
     _run("ip", "netns", "add", host.namespace)
     _run(*f"ip -n {host.namespace} link add {INTERFACE} type veth peer name {port} netns {switch}".split())
-    _run("ip", "-n", host.namespace, "address", "add", f"{host.address}/24", "dev", INTERFACE)
+    mask = ("64", "nodad") if ":" in host.address else ("24",)
+    _run(*f"ip -n {host.namespace} address add {host.address}/{mask[0]} dev {INTERFACE}".split(), *mask[1:])
     _run("ip", "-n", switch, "link", "set", port, "master", "switch")
     for namespace, interface in ((host.namespace, INTERFACE), (switch, port)):  # what leaves the host, what reaches it
         _run(*f"tc -n {namespace} qdisc add dev {interface} root tbf rate {rate}".split(), *_SHAPE)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import click
 
 import paceline
+from paceline.cli.agent import agent
 from paceline.cli.clean import clean
 from paceline.cli.ps import ps
 from paceline.cli.run import run
@@ -24,7 +25,7 @@ def command() -> None:
     """Train a PyTorch script on many devices."""
 
 
-for subcommand in (run, ps, clean):
+for subcommand in (run, ps, clean, agent):
     command.add_command(subcommand)
 
 

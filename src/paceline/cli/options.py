@@ -1,13 +1,20 @@
 """What the options of ``paceline run`` come to."""
 
-from collections.abc import Mapping
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.errors import LaunchError
 from paceline.launch.counts import resolve_num_ranks
+from paceline.launch.hosts.exports import exported
+from paceline.launch.hosts.hostfile import HostSpec, parse_hosts, read_hostfile
+from paceline.launch.hosts.job import Job
 from paceline.launch.hosts.layout import LOOPBACK
+from paceline.launch.hosts.ssh import current_folder
 from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
-from paceline.launch.spec import LaunchSpec, NodesSpec
+from paceline.launch.spec import LaunchSpec, NodesSpec, check_signals
 
 
 def spec_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> LaunchSpec:
@@ -34,21 +41,89 @@ def spec_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Lau
         role=given["role"],
         has_virtual_local_rank=given["virtual_local_rank"],
         numa_binding=given["numa_binding"] or "",
-        signals=tuple(name for name in given["signals_to_handle"].split(",") if name),
+        signals=_signals_of(given),
         report_path=given["report_path"],
         hang_timeout_s=given["hang_timeout_s"],
-        logs=LogSpec(
-            given["log_dir"],
-            parse_streams(given["redirects"], "--redirects"),
-            parse_streams(given["tee"], "--tee"),
-            parse_ranks(given["local_ranks_filter"], "--local-ranks-filter"),
-            {
-                stream: words
-                for stream in ("stdout", "stderr")
-                if (words := parse_filters(given[f"duplicate_{stream}_filters"]))
-            },
-        ),
+        logs=_logs_of(given),
         nodes=NodesSpec() if given["standalone"] else _nodes_of(num_nodes, given),
+    )
+
+
+def job_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Job | None:
+    """The launch on several hosts that was asked for; None where none was.
+
+    Raises:
+        LaunchError: values that cannot be, or that contradict one another.
+    """
+    if not given["hosts"] and not given["hostfile"]:
+        for option in ("export", "python", "workdir"):
+            if given["exports" if option == "export" else option]:
+                raise LaunchError(f"--{option} is for hosts that are reached over ssh; name them with --hosts")
+        return None
+    if given["hosts"] and given["hostfile"]:
+        raise LaunchError("--hosts and --hostfile both name the hosts; leave one of them out")
+    hosts = parse_hosts(given["hosts"]) if given["hosts"] else read_hostfile(given["hostfile"])
+    _check_beside_hosts(given, hosts)
+    check_signals(_signals_of(given))
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    beside = {"hosts", "hostfile", "exports", "python", "workdir", "report_path"}
+    return Job(
+        hosts,
+        script,
+        args,
+        options={**{name: value for name, value in given.items() if name not in beside}, "report_path": ""},
+        python=(given["python"] or sys.executable, *flags),
+        folder=given["workdir"] or current_folder(os.environ),
+        environment=exported(os.environ, given["exports"]),
+        signals=_signals_of(given),
+        has_streams_apart=not _logs_of(given).is_plain,
+        max_restarts=given["max_restarts"],
+        report_path=given["report_path"],
+    )
+
+
+def _check_beside_hosts(given: Mapping[str, Any], hosts: Sequence[HostSpec]) -> None:
+    """What several launchers must be told, one for all of them finds out."""
+    own = {
+        "nnodes": "1",
+        "node_rank": 0,
+        "master_addr": None,
+        "rdzv_backend": "static",
+        "rdzv_endpoint": "",
+        "rdzv_conf": "",
+        "local_addr": "",
+        "standalone": False,
+        "num_gpus": None,
+    }
+    for name, default in own.items():
+        if given[name] != default:
+            option = "-g" if name == "num_gpus" else f"--{name.replace('_', '-')}"
+            raise LaunchError(
+                f"{option} {given[name]} says what --hosts or --hostfile finds out by itself; leave it out "
+                f"(or unset PET_{name.upper()})"
+            )
+    if given["num_ranks"] and all(host.num_ranks is not None for host in hosts):
+        raise LaunchError(
+            f"-n {given['num_ranks']} is for hosts of which no number is said, but all have one; leave it out, or the "
+            "numbers after the hosts"
+        )
+
+
+def _signals_of(given: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name in given["signals_to_handle"].split(",") if name)
+
+
+def _logs_of(given: Mapping[str, Any]) -> LogSpec:
+    return LogSpec(
+        given["log_dir"],
+        parse_streams(given["redirects"], "--redirects"),
+        parse_streams(given["tee"], "--tee"),
+        parse_ranks(given["local_ranks_filter"], "--local-ranks-filter"),
+        {
+            stream: words
+            for stream in ("stdout", "stderr")
+            if (words := parse_filters(given[f"duplicate_{stream}_filters"]))
+        },
     )
 
 

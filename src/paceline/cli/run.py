@@ -88,6 +88,11 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
 @click.option("--logs-specs", "--logs_specs", hidden=True)
 @click.option("--use-env", "--use_env", is_flag=True, hidden=True)  # scripts are asked what they declare
 @click.option("--report", "report_path", default="", metavar="FILE", help="Write the verdict there, as JSON.")
+@click.option("--hosts", default="", metavar="HOST[:N],...", help="Run on these hosts, over ssh, N ranks on each.")
+@click.option("--hostfile", default="", metavar="FILE", help="The hosts, one a line, as DeepSpeed and MPI write them.")
+@click.option("--export", "exports", multiple=True, metavar="NAME[=VALUE]", help="A variable that the hosts get, too.")
+@click.option("--python", default="", metavar="PATH", help="The hosts' interpreter. [default: this one]")
+@click.option("--workdir", default="", metavar="DIR", help="The hosts' folder. [default: this one]")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, args: tuple[str, ...], **given: Any) -> int:
@@ -96,6 +101,7 @@ def run(script: str, args: tuple[str, ...], **given: Any) -> int:
     \b
         paceline run -n 4 train.py --lr 0.1
         paceline run -n gpu -m package.train
+        paceline run --hosts a:4,b:4 train.py
 
     Each rank finds torchrun's environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on. torch is imported
     once for all ranks. OMP_NUM_THREADS, unless you set it, shares the cores out among them.
@@ -105,7 +111,8 @@ def run(script: str, args: tuple[str, ...], **given: Any) -> int:
     passed on; SIGUSR2 also shows where each rank is, and in which collective it waits. Nothing that the ranks started
     in their process groups outlives the launcher.
     """
-    from paceline.cli.options import spec_of
-    from paceline.launch import launch
+    from paceline.cli.options import job_of, spec_of
+    from paceline.launch import conduct, launch
 
-    return launch(spec_of(script, args, given))
+    job = job_of(script, args, given)
+    return launch(spec_of(script, args, given)) if job is None else conduct(job)

@@ -8,7 +8,8 @@ The *fork server* (``server``) imports torch once and forks. A *rank* (``ranks``
 The invariant: nothing survives the launcher, and the first failure is what it says last.
 """
 
+from paceline.launch.hosts.conductor import conduct
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.supervisor import launch
 
-__all__ = ["LaunchSpec", "launch"]
+__all__ = ["LaunchSpec", "conduct", "launch"]

@@ -3,11 +3,18 @@
 A signal that was ignored when the launcher started (``nohup``, a background job) stays ignored in the ranks.
 """
 
+import contextlib
+import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+# What a launcher does with signals: end with its ranks, pass on, or follow as the terminal asks.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+OF_TERMINAL = (signal.SIGTSTP, signal.SIGWINCH)
 
 
 @dataclass(frozen=True)
@@ -37,3 +44,23 @@ class Dispositions:
 
 def only_wake(signum: int, frame: FrameType | None) -> None:
     """A handler for signals that are read from the wakeup fd: python's own part is done when it has been called."""
+
+
+@contextlib.contextmanager
+def signals_as_bytes(signums: Iterable[signal.Signals]) -> Iterator[int]:
+    """A descriptor on which signals come, one a byte; what was ignored before (nohup) stays so. In the main thread."""
+    dispositions = Dispositions.capture(dict.fromkeys(signums))
+    wake_reader, wake_writer = os.pipe()
+    for end in (wake_reader, wake_writer):
+        os.set_blocking(end, False)
+    previous_fd = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
+    try:
+        for signum, handler in dispositions.handlers.items():
+            if handler is not signal.SIG_IGN:  # nohup, or a shell's background job
+                signal.signal(signum, only_wake)
+        yield wake_reader
+    finally:
+        dispositions.restore()
+        signal.set_wakeup_fd(previous_fd)
+        os.close(wake_reader)
+        os.close(wake_writer)

@@ -54,6 +54,7 @@ class Ending:
         report: what it told before, if anything.
         was_stopped: the launcher had asked it to stop before its failure was known.
         oom_kills: what the kernel had counted by then of its life.
+        host: where it ran, if that is to be told.
     """
 
     rank: int
@@ -62,6 +63,7 @@ class Ending:
     report: Report | None = None
     was_stopped: bool = False
     oom_kills: OomKills = field(default_factory=OomKills)
+    host: str = ""
 
     @property
     def failed(self) -> bool:
@@ -110,7 +112,7 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
     ]
     alike = [ending.rank for ending in others if first.report is not None and _cause(ending) == _cause(first)]
     lines = [
-        f"paceline: rank {ending.rank} failed too (collateral), {_cause(ending)}"
+        f"paceline: {_name(ending)} failed too (collateral), {_cause(ending)}"
         for ending in others
         if ending.rank not in alike
     ]
@@ -125,9 +127,9 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
         limit = _spell_limit(first.oom_kills)
         lines.append(f"paceline: meanwhile memory ran out ({limit}), and the kernel killed a process")
     if first.report is None or not first.report.text:
-        lines.append(f"paceline: rank {first.rank} failed first, {_cause(first)}")
+        lines.append(f"paceline: {_name(first)} failed first, {_cause(first)}")
     else:
-        lines.append(f"paceline: rank {first.rank} failed first, {_end(first)}:")
+        lines.append(f"paceline: {_name(first)} failed first, {_end(first)}:")
         lines.append(first.report.text.rstrip("\n"))
     return "\n".join(lines) + "\n"
 
@@ -136,7 +138,7 @@ def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str
     """The verdict for programs: one JSON document.
 
     Args:
-        host: the name of this one.
+        host: the name of this one, for ranks that tell no other.
         logs: the folder in which the ranks' output was kept, if it was.
         num_restarts: how often all ranks were started again.
     """
@@ -144,7 +146,7 @@ def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str
     ranks = [
         {
             "rank": ending.rank,
-            "host": host,
+            "host": ending.host or host,
             "exit_code": ending.code if ending.code >= 0 else None,
             "signal": _signal_name(-ending.code) if ending.code < 0 else None,
             "is_root_cause": ending is first,
@@ -160,13 +162,16 @@ def as_json(endings: Sequence[Ending], exit_status: int, *, host: str, logs: str
     return json.dumps(document | {"ranks": ranks}, indent=2) + "\n"
 
 
-def describe_layout(layout: Layout, hosts: Sequence[str]) -> str:
-    """Who takes part, before anything starts: a line for each host."""
+def describe_layout(layout: Layout, hosts: Sequence[str], *, own: int | None = None) -> str:
+    """Who takes part, before anything starts: a line for each host.
+
+    Args:
+        own: the number of this one, if it takes part.
+    """
     where = f"{layout.address} port {layout.port}"
-    lines = [f"paceline: {layout.world_size} ranks on {layout.num_nodes} hosts, which meet at {where}"]
-    lines += [
-        f"paceline: {'*' if node == layout.node_rank else ' '} node {node} is {host}" for node, host in enumerate(hosts)
-    ]
+    count = f"{layout.num_nodes} host{'' if layout.num_nodes == 1 else 's'}"
+    lines = [f"paceline: {layout.world_size} ranks on {count}, which meet at {where}"]
+    lines += [f"paceline: {'*' if node == own else ' '} node {node} is {host}" for node, host in enumerate(hosts)]
     return "\n".join(lines) + "\n"
 
 
@@ -202,6 +207,10 @@ def in_red(text: str) -> str:
 
 def _is_mere_stop(ending: Ending) -> bool:
     return ending.was_stopped and (ending.report is None or ending.report.kind != "raised")
+
+
+def _name(ending: Ending) -> str:
+    return f"rank {ending.rank}{f' on {ending.host}' if ending.host else ''}"
 
 
 def _cause(ending: Ending) -> str:

@@ -10,19 +10,20 @@ from paceline.launch.hosts.layout import LOOPBACK
 from paceline.ports import describe_port_holder
 
 
-def claim_port(port: int, *, backlog: int) -> socket.socket:
-    """A listening socket on the loopback.
+def claim_port(port: int, *, backlog: int, address: str = LOOPBACK) -> socket.socket:
+    """A listening socket.
 
     Args:
         port: 0 takes any free one.
         backlog: how many ranks may knock before the store answers.
+        address: a literal one of this host.
     Raises:
         LaunchError: the port is taken (the message names the holder where it can be seen) or not allowed.
     """
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((LOOPBACK, port))
+        listener.bind((address, port))
         listener.listen(backlog)
     except OSError as error:
         listener.close()
@@ -32,7 +33,7 @@ def claim_port(port: int, *, backlog: int) -> socket.socket:
                 "--master-port, or leave it out to take a free one"
             ) from None
         raise LaunchError(
-            f"port {port} cannot be bound on {LOOPBACK}: {error.strerror}; choose another --master-port, "
+            f"port {port} cannot be bound on {address}: {error.strerror}; choose another --master-port, "
             "or leave it out to take a free one"
         ) from None
     return listener

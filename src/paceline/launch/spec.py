@@ -5,6 +5,7 @@ import resource
 import shutil
 import signal
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import LaunchError
@@ -113,11 +114,7 @@ class LaunchSpec:
         _check_num_ranks(self.num_ranks)
         if self.max_restarts < 0:
             raise LaunchError(f"expected 0 restarts or more, but got {self.max_restarts}")
-        for name in self.signals:
-            if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
-                raise LaunchError(
-                    f"{name!r} in --signals-to-handle is no signal that can be handled; expected names such as SIGTERM"
-                )
+        check_signals(self.signals)
         if not 0 <= self.master_port <= 65535:
             raise LaunchError(
                 f"expected a port from 1 to 65535, or 0 for any free one, but got {self.master_port}; "
@@ -139,6 +136,15 @@ class LaunchSpec:
                 raise LaunchError(f"no such program: {self.target!r} (looked along PATH)")
         elif not self.is_module:
             _check_script(self.target)
+
+
+def check_signals(names: Sequence[str]) -> None:
+    """Raises LaunchError: one is no signal, or none that can be handled."""
+    for name in names:
+        if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+            raise LaunchError(
+                f"{name!r} in --signals-to-handle is no signal that can be handled; expected names such as SIGTERM"
+            )
 
 
 def _check_num_ranks(num_ranks: int) -> None:

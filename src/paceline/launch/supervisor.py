@@ -10,7 +10,6 @@ It decides how a life ends exactly once, and always ends it the same way: all ra
 of theirs left. The verdict is printed last.
 """
 
-import contextlib
 import os
 import secrets
 import signal
@@ -20,8 +19,9 @@ from collections import deque
 from collections.abc import Sequence
 
 from paceline.errors import LaunchError
+from paceline.launch.audience import Audience, Terminal
 from paceline.launch.birth import Nursery
-from paceline.launch.dispositions import Dispositions, only_wake
+from paceline.launch.dispositions import ENDING, FORWARDED, OF_TERMINAL, signals_as_bytes
 from paceline.launch.failure import (
     SETTLE_S,
     as_json,
@@ -31,32 +31,29 @@ from paceline.launch.failure import (
     describe_wait,
     explain_sigkill,
     first_failure,
-    in_red,
 )
 from paceline.launch.hangs.asking import survives
 from paceline.launch.hangs.telling import Whereabouts
 from paceline.launch.hosts.layout import Layout
-from paceline.launch.hosts.rendezvous import OneHost, SeveralHosts
 from paceline.launch.life import Life
 from paceline.launch.loop import READ, Loop
 from paceline.launch.output.forwarding import Forwarder
 from paceline.launch.output.interleaving import Speakers
 from paceline.launch.output.logs import Logs
-from paceline.launch.output.plumbing import Outlet, open_outlets, open_standard_streams
+from paceline.launch.output.plumbing import open_standard_streams
 from paceline.launch.server.client import ForkServer
 from paceline.launch.spec import LaunchSpec
-from paceline.launch.wire import Message, write_all
+from paceline.launch.wire import Message
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 _CLAIM_S = 0.5  # before a host says that it failed first, where its ranks have merely raised
 _PATIENCE_S = 1.0  # for ranks to end, before it is said that they are waited for
-_OF_TERMINAL = (signal.SIGTSTP, signal.SIGWINCH)
 
 
-def launch(spec: LaunchSpec) -> int:
+def launch(spec: LaunchSpec, audience: Audience | None = None) -> int:
     """Run ``spec`` to its end, from the main thread.
 
+    Args:
+        audience: who is told; by default the user at this terminal.
     Returns:
         The exit code: 0, that of the rank that failed first, or 128 plus the signal that ended the launch.
     Raises:
@@ -64,31 +61,19 @@ def launch(spec: LaunchSpec) -> int:
     """
     open_standard_streams()
     asked = tuple(signal.Signals[name] for name in spec.signals)
-    dispositions = Dispositions.capture(dict.fromkeys([*_ENDING, *_FORWARDED, *_OF_TERMINAL, *asked]))
-    wake_reader, wake_writer = os.pipe()
-    for end in (wake_reader, wake_writer):
-        os.set_blocking(end, False)
-    previous_fd = signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-    try:
-        for signum, handler in dispositions.handlers.items():
-            if handler is not signal.SIG_IGN:  # nohup, or a shell's background job
-                signal.signal(signum, only_wake)
-        return _Supervisor(spec, wake_reader).run()
-    finally:
-        dispositions.restore()
-        signal.set_wakeup_fd(previous_fd)
-        os.close(wake_reader)
-        os.close(wake_writer)
+    with signals_as_bytes([*ENDING, *FORWARDED, *OF_TERMINAL, *asked]) as wake_fd:
+        return _Supervisor(spec, audience or Terminal(), wake_fd).run()
 
 
 class _Supervisor:
-    def __init__(self, spec: LaunchSpec, wake_fd: int) -> None:
+    def __init__(self, spec: LaunchSpec, audience: Audience, wake_fd: int) -> None:
         self._spec = spec
+        self._audience = audience
         self._run_id = spec.nodes.run_id or (secrets.token_hex(8) if spec.nodes.is_alone else "none")  # as torchrun's
         self._logs = Logs(spec.logs, self._run_id)
         self._speakers = Speakers(spec.num_ranks)
         self._loop = Loop()
-        self._outlets = open_outlets(self._speakers, apart=not spec.logs.is_plain)
+        self._outlets = audience.open_outlets(self._speakers, apart=not spec.logs.is_plain)
         self._forwarder = Forwarder(self._loop, self._outlets, self._on_output_closed, self._on_file_error)
         self._life: Life | None = None
         self._whereabouts: Whereabouts | None = None  # of the ranks of this life
@@ -106,12 +91,12 @@ class _Supervisor:
         self._is_changing = False  # hosts come or go: the next life costs no restart
         self._claimed: Life | None = None  # whose failure the other hosts have been told
         self._succeeded: Life | None = None  # while other hosts' ranks are waited for
-        meet = OneHost if spec.nodes.is_alone else SeveralHosts
-        self._rendezvous = meet(spec, self._run_id, self)
+        self._rendezvous = audience.meet(spec, self._run_id, self)
         self._server = ForkServer(spec)
         self._nursery = Nursery(spec, self._server, self._outlets, self._logs)
-        self._loop.watch(wake_fd, READ, lambda: self._on_signals(os.read(wake_fd, 4096)))
+        self._loop.watch(wake_fd, READ, lambda: self.on_signals(os.read(wake_fd, 4096)))
         self._loop.watch(self._server.control.fileno(), READ, self._on_server)
+        audience.attend(self._loop, self._forwarder.display, self)
 
     def run(self) -> int:
         try:
@@ -137,12 +122,12 @@ class _Supervisor:
             with listener:
                 self._server.host_store(listener, layout.address, layout.port)
         if hosts:
-            self._say(describe_layout(layout, hosts))
+            self._audience.sum_up(describe_layout(layout, hosts, own=layout.node_rank))
         self._num_lives = layout.life + 1
         self._speakers.num_ranks = layout.world_size
         self._peer_failure, self._is_changing = None, False
         self._life = Life(layout, self._loop, self._forwarder, self._stop_soon)
-        self._whereabouts = Whereabouts(self._loop, self._life, self._spec, self._say)
+        self._whereabouts = Whereabouts(self._loop, self._life, self._spec, self._audience.say)
         for local_rank in range(layout.num_ranks):
             self._nursery.bear(self._life, local_rank)
 
@@ -183,6 +168,7 @@ class _Supervisor:
         """All have ended: begin the next life, or say how it ended."""
         self._claim_failure(life)
         life.close()
+        self._audience.life_ended(life.layout, life.endings(), self._logs.directory)
         self._life = self._whereabouts = None
         is_own = self._ending_signal is None and not self._output_closed and self._broken is None
         has_failed = first_failure(life.endings()) is not None
@@ -197,12 +183,12 @@ class _Supervisor:
             self._conclude(life)
             return
         if self._is_changing:
-            self._say("paceline: hosts have come or gone; all ranks start again\n")
+            self._audience.sum_up("paceline: hosts have come or gone; all ranks start again\n")
         else:
             self._restarts_left -= 1
             number = self._spec.max_restarts - self._restarts_left
-            self._say(self._describe(life), in_color=True)
-            self._say(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
+            self._audience.sum_up(self._describe(life), in_color=True)
+            self._audience.sum_up(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
         self._server.sweep()  # the next life begins when that is done
 
     def _may_restart(self) -> bool:
@@ -286,15 +272,19 @@ class _Supervisor:
         self._broken = self._broken or f"a log in {self._logs.directory} cannot be written: {error.strerror}"
         self._stop(signal.SIGTERM, signal.SIGKILL)
 
-    def _on_signals(self, signums: bytes) -> None:
+    def on_abandoned(self) -> None:
+        """Nobody is left who would hear how it ends."""
+        self._is_hurried = True
+        self._on_output_closed()
+
+    def on_signals(self, signums: bytes) -> None:
         for signum in map(signal.Signals, signums):
-            if signum in _ENDING:
+            if signum in ENDING:
                 self._on_ending_signal(signum)
             elif signum == signal.SIGTSTP:
                 self._pause()
             elif signum == signal.SIGWINCH:
-                self._forwarder.follow_window()
-                self._signal_groups(signum)
+                self.on_window()
             elif self._life is not None:
                 for _, pid in self._life.living():
                     if signum != signal.SIGUSR2 or survives(pid, signum):
@@ -304,7 +294,7 @@ class _Supervisor:
 
     def _on_ending_signal(self, signum: signal.Signals) -> None:
         if signum in (signal.SIGINT, signal.SIGQUIT):
-            self._leave_line_of_keys()
+            self._audience.on_keys()
         is_stopping = self._ending_signal is not None or (self._life is not None and self._life.is_stopping)
         if is_stopping and signum == signal.SIGINT:  # the second Ctrl-C: no more patience
             self._is_hurried = True
@@ -320,9 +310,20 @@ class _Supervisor:
 
     def _pause(self) -> None:
         """Ctrl-Z: the ranks are not in the terminal's foreground, so they are told; both go on together."""
-        self._signal_groups(signal.SIGSTOP)
+        self.hold()
         os.kill(os.getpid(), signal.SIGSTOP)
+        self.go_on()
+
+    def hold(self) -> None:
+        self._signal_groups(signal.SIGSTOP)
+
+    def go_on(self) -> None:
         self._signal_groups(signal.SIGCONT)
+
+    def on_window(self) -> None:
+        """The terminal has changed its size."""
+        self._forwarder.follow_window()
+        self._signal_groups(signal.SIGWINCH)
 
     # -- stopping ------------------------------------------------------------------------------------------------
 
@@ -341,7 +342,7 @@ class _Supervisor:
         """Where ranks take their time to end: why they are to, and which they are."""
         if life is self._life and not life.has_ended:
             ranks = [life.layout.first_rank + rank for rank, _ in life.living()]
-            self._say(describe_wait(life.reports, ranks, has_keys=self._said_to.is_terminal))
+            self._audience.say(describe_wait(life.reports, ranks, has_keys=self._audience.has_keys))
 
     def _escalate(self, life: Life | None) -> None:
         if self._escalation and life is not None and life is self._life:
@@ -363,8 +364,8 @@ class _Supervisor:
     def _conclude(self, life: Life | None) -> None:
         """Say how it ended, and with what exit code."""
         if self._ending_signal is not None:
-            self._say(describe_interrupt({} if life is None else life.reports))
-            self._say(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
+            self._audience.say(describe_interrupt({} if life is None else life.reports))
+            self._audience.sum_up(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
             self._verdict = 128 + self._ending_signal
         elif self._output_closed:
             self._verdict = 128 + signal.SIGPIPE
@@ -375,7 +376,7 @@ class _Supervisor:
             own = 0 if first is None else first.exit_status
             self._verdict = own if self._peer_failure is None else self._peer_failure["exit_status"]
             if self._verdict:
-                self._say(self._describe(life), in_color=True)
+                self._audience.sum_up(self._describe(life), in_color=True)
         if self._spec.report_path and life is not None:
             self._write_report(life)
 
@@ -397,21 +398,4 @@ class _Supervisor:
             with open(self._spec.report_path, "w") as file:
                 file.write(text)
         except OSError as error:
-            self._say(f"paceline: the report {self._spec.report_path} cannot be written: {error.strerror}\n")
-
-    def _leave_line_of_keys(self) -> None:
-        """The terminal has written ^C where the cursor was."""
-        if self._said_to.is_terminal:
-            self._said_to.interleaver.line_is_open = True
-            self._say("")
-
-    @property
-    def _said_to(self) -> Outlet:
-        return next(outlet for outlet in self._outlets if "stderr" in outlet.streams)
-
-    def _say(self, text: str, *, in_color: bool = False) -> None:
-        outlet = self._said_to
-        if in_color and outlet.is_terminal and not os.environ.get("NO_COLOR"):
-            text = in_red(text)
-        with contextlib.suppress(OSError):  # nobody reads it
-            write_all(outlet.fd, outlet.interleaver.close_line() + text.encode(errors="backslashreplace"))
+            self._audience.say(f"paceline: the report {self._spec.report_path} cannot be written: {error.strerror}\n")

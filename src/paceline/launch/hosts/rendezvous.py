@@ -39,6 +39,27 @@ class Launcher(Protocol):
         """The other hosts are out of reach."""
 
 
+class Rendezvous(Protocol):
+    """Where that is learnt."""
+
+    def open(self, server: ForkServer, loop: Loop) -> None:
+        """The fork server is ready; called once."""
+
+    def meet(self, life: int) -> None:
+        """Find out where this host's ranks are in ``life``."""
+
+    def fail(self, failure: Message) -> None:
+        """Tell the other launchers that ranks here have failed, and how."""
+
+    def finish(self) -> None:
+        """All ranks here have succeeded: wait for the others'."""
+
+    def settle(self) -> None:
+        """Before the launcher ends: wait until the others have been told."""
+
+    def close(self) -> None: ...
+
+
 class OneHost:
     """There are no others."""
 

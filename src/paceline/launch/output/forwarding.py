@@ -5,12 +5,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.launch.loop import READ, WRITE, Loop
+from paceline.launch.loop import READ, Loop
+from paceline.launch.output.display import Display
 from paceline.launch.output.logs import LogFile
-from paceline.launch.output.plumbing import Outlet, copy_window_size, is_selectable
+from paceline.launch.output.plumbing import Outlet, copy_window_size
 
 _READ_BYTES = 1 << 16
-_LINE_S = 0.05  # for the end of a line that was begun; python writes a line in pieces under PYTHONUNBUFFERED
 # After a rank has ended: how long its output must be still before it is closed, and how long it may go on at most,
 # since a process that the rank left behind may hold it open, or write, for ever.
 _STILL_S = 0.1
@@ -34,13 +34,16 @@ class Channel:
 
 
 class Forwarder:
-    """All channels and outlets of a launch.
+    """All channels of a launch, and its outlets.
 
     Args:
         loop: what watches the descriptors.
         outlets: the launcher's own output.
         on_closed: called once, when a reader of stdout has gone away.
         on_file_error: called when a file cannot be written any more.
+
+    Attributes:
+        display: the outlets.
     """
 
     def __init__(
@@ -51,13 +54,10 @@ class Forwarder:
         on_file_error: Callable[[OSError], None],
     ) -> None:
         self._loop = loop
-        self._outlets = outlets
-        self._on_closed = on_closed
+        self.display = Display(loop, outlets, on_closed, self._hold, self._resume)
         self._on_file_error = on_file_error
-        self._is_closed = False
         self._channels: dict[int, Channel] = {}  # by reading end
         self._last_read_s: dict[int, float] = {}
-        self._releasing: set[int] = set()  # channels on which the start of a line waits
 
     @property
     def is_drained(self) -> bool:
@@ -67,7 +67,7 @@ class Forwarder:
     @property
     def is_flushed(self) -> bool:
         """Whether all that they have said is written."""
-        return all(outlet.is_empty for outlet in self._outlets)
+        return self.display.is_flushed
 
     def attach(self, channel: Channel) -> None:
         self._channels[channel.fd] = channel
@@ -102,32 +102,13 @@ class Forwarder:
         if channel.file is not None:
             self._keep(channel.file, data)
         if channel.outlet is not None:
-            self._put(channel.outlet, channel.outlet.interleaver.feed(channel.rank, data))
-            if channel.outlet.interleaver.holds_start(channel.rank):
-                self._release_later(fd)
+            self.display.show(channel.outlet, channel.rank, data)
 
     def _keep(self, file: LogFile, data: bytes) -> None:
         try:
             file.write(data)
         except OSError as error:
             self._on_file_error(error)
-
-    def _release_later(self, fd: int) -> None:
-        if fd not in self._releasing:
-            self._releasing.add(fd)
-            self._loop.call_later(_LINE_S, lambda: self._release(fd))
-
-    def _release(self, fd: int) -> None:
-        """Show the start of a line, unless it is still growing."""
-        self._releasing.discard(fd)
-        channel = self._channels.get(fd)
-        if channel is None or channel.outlet is None:
-            return
-        rank, outlet = channel.rank, channel.outlet
-        if time.monotonic() - self._last_read_s[fd] < _LINE_S:
-            self._release_later(fd)
-        else:
-            self._put(outlet, outlet.interleaver.release(rank))
 
     def _close_if_still(self, fd: int, ended_s: float) -> None:
         if fd not in self._channels:
@@ -148,34 +129,17 @@ class Forwarder:
         if channel.file is not None:
             channel.file.close()
         if channel.outlet is not None:
-            self._put(channel.outlet, channel.outlet.interleaver.finish(channel.rank))
+            self.display.finish(channel.outlet, channel.rank)
 
-    def _put(self, outlet: Outlet, data: bytes) -> None:
-        outlet.put(data)
-        if not is_selectable(outlet.fd):
-            while not outlet.is_empty:
-                outlet.write_some(len(data))
-        elif not outlet.is_empty and not self._loop.is_watched(outlet.fd):
-            self._loop.watch(outlet.fd, WRITE, lambda: self._write(outlet))
-        self._note_broken(outlet)
-        if outlet.is_full:
-            for fd in self._channels_of(outlet):
-                self._loop.unwatch(fd)
+    def _hold(self, outlet: Outlet) -> None:
+        for fd in self._channels_of(outlet):
+            self._loop.unwatch(fd)
 
-    def _write(self, outlet: Outlet) -> None:
-        outlet.write_some()
-        self._note_broken(outlet)
-        if outlet.is_empty:
-            self._loop.unwatch(outlet.fd)
-        if not outlet.is_full:
-            for fd in self._channels_of(outlet):
-                if not self._loop.is_watched(fd):
-                    self._watch(fd)
+    def _resume(self, outlet: Outlet) -> None:
+        for fd in self._channels_of(outlet):
+            if not self._loop.is_watched(fd):
+                self._watch(fd)
 
     def _channels_of(self, outlet: Outlet) -> list[int]:
-        return [fd for fd, channel in self._channels.items() if channel.outlet is outlet]
-
-    def _note_broken(self, outlet: Outlet) -> None:
-        if outlet.is_broken and "stdout" in outlet.streams and not self._is_closed:
-            self._is_closed = True
-            self._on_closed()
+        """Those that end where ``outlet`` writes; it may share that with others."""
+        return [fd for fd, channel in self._channels.items() if channel.outlet and channel.outlet.fd == outlet.fd]

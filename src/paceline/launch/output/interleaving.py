@@ -5,10 +5,43 @@ But the start of a line waits a moment for its end: another rank may speak in be
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 # A line that grows longer than this is cut, so that no rank's output is held in memory without end.
 _LONGEST_LINE_BYTES = 1 << 20
+
+
+class Interleaving(Protocol):
+    """What becomes of the ranks' pieces of one stream.
+
+    Attributes:
+        is_terminal: they appear on one.
+        line_is_open: what was written last is the start of a line.
+        mark_width: columns that marks take on a terminal.
+    """
+
+    is_terminal: bool
+    line_is_open: bool
+
+    @property
+    def mark_width(self) -> int: ...
+
+    def feed(self, rank: int, data: bytes) -> bytes:
+        """What is to be written now that ``rank`` has said ``data``."""
+
+    def holds_start(self, rank: int) -> bool:
+        """Whether the start of a line waits that may be shown."""
+
+    def release(self, rank: int) -> bytes:
+        """That start of a line."""
+
+    def finish(self, rank: int) -> bytes:
+        """What is to be written now that ``rank`` says no more."""
+
+    def close_line(self) -> bytes:
+        """What is to be written before the launcher itself says something."""
 
 
 @dataclass
@@ -29,6 +62,10 @@ class Interleaver:
     is_terminal: bool = False
     line_is_open: bool = False
     _held: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def mark_width(self) -> int:
+        return self.speakers.mark_width
 
     def feed(self, rank: int, data: bytes) -> bytes:
         """What is to be written now that ``rank`` has said ``data``; nothing is lost, but a part may be held back."""
@@ -95,10 +132,15 @@ class Interleaver:
 
 @dataclass
 class Speakers:
-    """Whether any but rank 0 has said anything, and how each rank is marked once one has."""
+    """Whether any but rank 0 has said anything, and how each rank is marked once one has.
+
+    Args:
+        hosts: the host of each rank, where that belongs to the mark.
+    """
 
     num_ranks: int
     several: bool = False
+    hosts: Sequence[str] = ()
 
     def add(self, rank: int) -> None:
         self.several = self.several or rank != 0
@@ -110,4 +152,5 @@ class Speakers:
 
     def mark(self, rank: int) -> bytes:
         width = len(str(self.num_ranks - 1))
-        return f"[{rank:>{width}}]: ".encode()
+        host = f"{self.hosts[rank]:<{max(map(len, self.hosts))}} " if self.hosts else ""
+        return f"[{host}{rank:>{width}}]: ".encode()

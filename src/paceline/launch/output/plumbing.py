@@ -14,7 +14,7 @@ import termios
 import tty
 from dataclasses import dataclass, field
 
-from paceline.launch.output.interleaving import Interleaver, Speakers
+from paceline.launch.output.interleaving import Interleaver, Interleaving, Speakers
 
 # A pipe or terminal that select finds writable takes this many bytes without blocking.
 _SAFE_WRITE_BYTES = select.PIPE_BUF
@@ -23,13 +23,17 @@ _FULL_BYTES = 1 << 20
 
 @dataclass(eq=False)
 class Outlet:
-    """One of the launcher's own output streams, or both where they lead to the same place."""
+    """One of the launcher's own output streams, or both where they lead to the same place.
+
+    Attributes:
+        waiting: what is not written yet; shared with other outlets that write to the same descriptor.
+    """
 
     fd: int
     streams: tuple[str, ...]
-    interleaver: Interleaver
+    interleaver: Interleaving
     is_broken: bool = False
-    _waiting: bytearray = field(default_factory=bytearray)
+    waiting: bytearray = field(default_factory=bytearray)
 
     @property
     def is_terminal(self) -> bool:
@@ -37,27 +41,38 @@ class Outlet:
 
     @property
     def is_full(self) -> bool:
-        return len(self._waiting) >= _FULL_BYTES
+        return len(self.waiting) >= _FULL_BYTES
 
     @property
     def is_empty(self) -> bool:
-        return not self._waiting
+        return not self.waiting
 
     def put(self, data: bytes) -> None:
         if not self.is_broken:
-            self._waiting += data
+            self.waiting += data
 
     def write_some(self, most: int = _SAFE_WRITE_BYTES) -> None:
         """Write what can be written without blocking. A reader that has gone away is noted, not raised."""
         try:
-            written = os.write(self.fd, self._waiting[:most])
+            written = os.write(self.fd, self.waiting[:most])
         except BlockingIOError:
             return
         except OSError:
             self.is_broken = True
-            self._waiting.clear()
+            self.waiting.clear()
             return
-        del self._waiting[:written]
+        del self.waiting[:written]
+
+    def window(self) -> tuple[int, int, int, int]:
+        """Rows and columns that a rank's output has where it appears, and the same in pixels.
+
+        Raises:
+            OSError: that cannot be told.
+        """
+        size = fcntl.ioctl(self.fd, termios.TIOCGWINSZ, b"\0" * 8)
+        rows, columns, *pixels = struct.unpack("HHHH", size)
+        columns = max(columns - self.interleaver.mark_width, min(columns, 1))
+        return rows, columns, pixels[0], pixels[1]
 
 
 def open_outlets(speakers: Speakers, *, apart: bool) -> list[Outlet]:
@@ -97,10 +112,7 @@ def open_channel(outlet: Outlet | None) -> tuple[int, int]:
 def copy_window_size(outlet: Outlet, channel: int) -> None:
     """Make ``channel`` as wide as the terminal, less the mark that a line may get: a progress bar must not wrap."""
     with contextlib.suppress(OSError):
-        size = fcntl.ioctl(outlet.fd, termios.TIOCGWINSZ, b"\0" * 8)
-        rows, columns, *pixels = struct.unpack("HHHH", size)
-        columns = max(columns - outlet.interleaver.speakers.mark_width, min(columns, 1))
-        fcntl.ioctl(channel, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, *pixels))
+        fcntl.ioctl(channel, termios.TIOCSWINSZ, struct.pack("HHHH", *outlet.window()))
 
 
 def is_selectable(fd: int) -> bool:

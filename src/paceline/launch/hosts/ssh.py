@@ -1,0 +1,85 @@
+"""How an agent is started on a host: over the user's own ssh, or here where the host is this machine.
+
+The remote shell may be any: it is only asked to start ``sh``, with one quoted word.
+"""
+
+import os
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+
+from paceline.errors import LaunchError
+from paceline.launch.hosts.hostfile import HostSpec
+
+# What the agent's shell ends with where it cannot start it. ssh itself ends with 255.
+NO_FOLDER, NO_INTERPRETER, SSH_FAILED = 91, 92, 255
+
+# Ours come last, since ssh heeds the first of several: those in PACELINE_SSH win.
+_OPTIONS = (
+    "BatchMode=yes",  # several hosts cannot ask for passwords at once
+    "ConnectTimeout=10",
+    "ServerAliveInterval=5",
+    "ServerAliveCountMax=2",
+    "ControlMaster=no",  # a connection that others share would outlive the command; one that is there is used
+)
+
+# The current folder must not shadow what python and paceline import.
+_BOOT = "import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; from paceline.cli import main; main(['agent'])"
+
+
+def agent_command(
+    python: Sequence[str], folder: str, environment: Mapping[str, str], program: Sequence[str]
+) -> list[str]:
+    """What starts an agent on its host.
+
+    Args:
+        python: the interpreter and its flags.
+        folder: where the script is to run.
+        environment: variables that the interpreter itself needs; others are sent to the agent, since a command line can
+            be read by everybody.
+        program: the script and its arguments, for those who look for the processes of a script.
+    """
+    settings = [f"{name}={value}" for name, value in environment.items()]
+    start = shlex.join([*(["env", *settings] if settings else []), *python, "-c", _BOOT, *program])
+    script = (
+        f"cd {shlex.quote(_as_path(folder))} || exit {NO_FOLDER}; "
+        f"command -v {shlex.quote(python[0])} > /dev/null || exit {NO_INTERPRETER}; "
+        f"exec {start}"
+    )
+    return ["sh", "-c", script]
+
+
+def ssh_command(host: HostSpec, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """``command``, to be run on ``host``.
+
+    Args:
+        environ: PACELINE_SSH there is ssh and options of the user's own, as a shell reads them.
+    Raises:
+        LaunchError: PACELINE_SSH cannot be read.
+    """
+    try:
+        ssh = shlex.split(environ.get("PACELINE_SSH", "")) or ["ssh"]
+    except ValueError as error:
+        text = environ["PACELINE_SSH"]
+        raise LaunchError(f"PACELINE_SSH={text!r} cannot be read as a shell reads it: {error}") from None
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    return [*ssh, *options, "-T", host.target, shlex.join(command)]
+
+
+def is_this_machine(host: HostSpec, own_addresses: Sequence[str]) -> bool:
+    """Whether ``host`` needs no ssh. Names are not looked up: an alias of the user's ssh config may hide behind one."""
+    own_name = socket.gethostname()
+    names = {"localhost", own_name, own_name.partition(".")[0], "127.0.0.1", "::1", *own_addresses}
+    return host.user is None and host.name in names
+
+
+def current_folder(environ: Mapping[str, str]) -> str:
+    """This folder as the user came to it: on another host a link may lead elsewhere."""
+    logical = environ.get("PWD", "")
+    is_here = os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, ".")
+    return logical if is_here else os.getcwd()
+
+
+def _as_path(folder: str) -> str:
+    """``cd`` takes ``-`` and its like for something else."""
+    return f"./{folder}" if folder.startswith("-") else folder
