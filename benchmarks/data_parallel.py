@@ -11,7 +11,7 @@ Time: a step of the same global batch, in which each replica, or rank, has one t
 in rank 0, the other rank waits in a barrier. "bare" is the bare module on the global batch, with one thread. Medians
 over the rounds; the last column is the median of each round's own ratio.
 
-The last result, with its machine, is in docs/data-parallel.md.
+The last results, with their machine, are in docs/data-parallel.md.
 """
 
 import argparse

@@ -13,7 +13,7 @@
     ├── ReplicaMismatchError      RuntimeError  the ranks built, froze or replaced parameters differently
     ├── ReductionError            RuntimeError  gradients could not be averaged
     ├── DataError                 ValueError    a sampler, loader or gather was given what does not fit together
-    ├── ReplicaError              RuntimeError  a replica of a DataParallel raised what cannot be raised anew
+    ├── ReplicaError              RuntimeError  a replica's error that cannot be raised anew; or nothing to train
     ├── LaunchError               RuntimeError  the ranks could not be started
     ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
     └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
@@ -64,7 +64,7 @@ class DataError(PacelineError, ValueError):
 
 
 class ReplicaError(PacelineError, RuntimeError):
-    """A replica of a DataParallel raised an exception that cannot be raised anew with its number: the cause of this."""
+    """A replica of a DataParallel raised what cannot be raised anew with its number, or none has anything to train."""
 
 
 class LaunchError(PacelineError, RuntimeError):

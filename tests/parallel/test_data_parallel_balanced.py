@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import DataError
+from paceline.errors import DataError, ReplicaError
 from paceline.parallel import DataParallel
 from paceline.parallel.data_parallel.reduce import TreeReduction, plan_for
 from paceline.parallel.data_parallel.weights import Weighing
@@ -289,6 +289,26 @@ def test_under_no_grad_and_autocast_it_computes_gradients_all_the_same():
         wrapped.forward_backward(x)
     assert dtypes == [torch.bfloat16] * 2
     assert module.weight.grad.dtype is torch.float32
+    with torch.inference_mode():
+        wrapped.forward_backward(x)
+
+
+def test_a_replica_whose_loss_depends_on_nothing_trained_adds_nothing():
+    weight = nn.Parameter(torch.ones(()))
+
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            return x * self.weight if x[0] > 2 else x
+
+    wrapped = DataParallel(Sometimes(), TWO, loss=lambda output: output.mean())
+    assert wrapped.forward_backward(torch.tensor([1.0, 2.0, 3.0, 4.0])) == 2.5
+    assert weight.grad == 3.5 / 2
+    with pytest.raises(ReplicaError, match=r"^no replica's loss depends on a tensor that needs a gradient"):
+        wrapped.forward_backward(torch.tensor([1.0, 2.0]))
 
 
 # -- exceptions -----------------------------------------------------------------------------------------------------

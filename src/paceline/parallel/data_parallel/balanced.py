@@ -8,6 +8,7 @@ The invariant: the gradients of the module are those of the whole batch, or, aft
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Module
 
-from paceline.errors import DataError
+from paceline.errors import DataError, ReplicaError
 from paceline.parallel.data_parallel.apply import run
 from paceline.parallel.data_parallel.containers import parts_of, with_parts
 from paceline.parallel.data_parallel.mirror import Mirror
@@ -41,22 +42,10 @@ class WithLoss(Module):
         return loss.squeeze()
 
 
-def train_share(network: Module, share: Sequence[Any], weight: float, scale: float) -> Tensor:
-    """Forward, loss and backward of one share.
-
-    Args:
-        weight: of the share's loss in that of the batch.
-        scale: of all gradients.
-    Returns:
-        The weighted loss, without gradient.
-    """
-    with torch.inference_mode(False), torch.enable_grad():
-        loss: Tensor = network(*share)
-    if weight == 0:  # nothing in it counts; a mean over nothing is NaN
-        return torch.zeros_like(loss, requires_grad=False)
+def differentiate(loss: Tensor, factor: float) -> None:
+    """Add ``factor`` times the loss's gradients to the leaves."""
     with torch.autocast(loss.device.type, enabled=False):
-        torch.autograd.backward(loss, torch.full_like(loss, weight * scale))
-    return loss.detach() * weight
+        torch.autograd.backward(loss, torch.full_like(loss, factor))
 
 
 def train_replicas(
@@ -67,10 +56,17 @@ def train_replicas(
     weights: Sequence[float],
     scale: float,
 ) -> list[Tensor]:
-    """``train_share`` in a replica for each share, and the sum of their gradients added to the network's.
+    """Forward, loss and backward of each share in a replica; the sum of their gradients is added to the network's.
 
+    Gradients must be enabled.
+
+    Args:
+        weights: of the shares' losses in that of the batch.
+        scale: of all gradients.
     Returns:
-        Each replica's weighted loss, on its device.
+        Each share's weighted loss, on its device, without gradient.
+    Raises:
+        ReplicaError: there is nothing to train.
     """
     sources = tensors_to_copy(network)
     rows = [
@@ -80,14 +76,26 @@ def train_replicas(
     replicas = build(network, devices, sources, rows)
     cut = [_Cut(share) for share in shares]
     reduction = TreeReduction(rows, plan_for(sources))
+    trained: list[int] = []
 
     def job(index: int) -> Tensor:
-        loss = train_share(replicas[index], cut[index].share, weights[index], scale)
+        loss: Tensor = replicas[index](*cut[index].share)
+        if weights[index] == 0:  # nothing in it counts, and a mean over nothing is NaN
+            return torch.zeros_like(loss, requires_grad=False)
+        if loss.requires_grad:
+            trained.append(index)
+            differentiate(loss, weights[index] * scale)
+        return loss.detach() * weights[index]
+
+    def job_to_the_end(index: int) -> Tensor:
+        loss = job(index)
         reduction.end_backward(index)
         return loss
 
     try:
-        losses = run([lambda index=index: job(index) for index in range(len(shares))], devices)  # type: ignore[misc]
+        losses = run([partial(job_to_the_end, index) for index in range(len(shares))], devices)
+        if not trained:
+            raise ReplicaError("no replica's loss depends on a tensor that needs a gradient: is everything frozen?")
         totals = reduction.total()
     finally:
         reduction.close()
@@ -120,8 +128,7 @@ def _deliver(sources: list[Tensor], grads: list[Tensor], inputs: list[tuple[Tens
     reached = [(tensor, leaf.grad) for tensor, leaf in inputs if leaf.grad is not None]
     roots, seeds = [tensor for tensor, _ in reached], [grad for _, grad in reached]
     if sources:
-        with torch.enable_grad():
-            roots.append(_Delivery.apply(grads, *sources))  # type: ignore[no-untyped-call]
+        roots.append(_Delivery.apply(grads, *sources))  # type: ignore[no-untyped-call]
         seeds.append(torch.ones_like(roots[-1]))
     if roots:
         torch.autograd.backward(roots, seeds)

@@ -18,7 +18,7 @@ from torch.nn.parallel.data_parallel import _check_balance
 from paceline.errors import DataError
 from paceline.parallel.compiling import not_compiled, not_compiled_within
 from paceline.parallel.data_parallel.apply import parallel_apply
-from paceline.parallel.data_parallel.balanced import WithLoss, train_replicas, train_share
+from paceline.parallel.data_parallel.balanced import WithLoss, differentiate, train_replicas
 from paceline.parallel.data_parallel.devices import DeviceLike, all_devices, as_device, as_devices, as_id
 from paceline.parallel.data_parallel.gather import gather
 from paceline.parallel.data_parallel.meter import measure_bytes
@@ -142,34 +142,43 @@ class DataParallel(torch.nn.DataParallel[Module]):
             inputs, kwargs: what the module is called with, as in ``forward``.
             target: split like the inputs, and passed to ``loss`` after the output; left out, so is the argument.
             scale: of the gradients, not of the result: 1 / k where k batches make one step, or a GradScaler's
-                ``scaler.scale(torch.ones(()))``.
+                ``scaler.scale(torch.ones((), device=...))``.
         Returns:
             The loss of the whole batch, a scalar without gradient, on ``output_device``.
         Raises:
             DataError: there is no loss, it returns no scalar, or arguments cannot be split alike.
+            ReplicaError: there is nothing to train.
             RuntimeError: a parameter or buffer is not on the first device.
             Exception: of the first replica that failed, of the same type.
         """
         if self._loss is None:
             raise DataError("forward_backward needs a loss: DataParallel(module, ..., loss=criterion).")
-        loss, weighing = self._loss
-        network = WithLoss(self.module, loss)
         targets = () if target is _NO_TARGET else (target,)
+        with torch.inference_mode(False), torch.enable_grad():
+            losses = self._train(inputs, kwargs, targets, float(scale))
         if not self.device_ids:
-            return train_share(network, (inputs, kwargs, targets), 1.0, float(scale))
-        _check_placement(network, self.src_device_obj)
-        devices = as_devices(self.device_ids)
-        (shares, named) = scatter_kwargs((inputs, targets), kwargs, devices, self.dim)
-        calls = [(given, named[index], wanted) for index, (given, wanted) in enumerate(shares)]
-        if len(devices) == 1:
-            losses = [train_share(network, calls[0], 1.0, float(scale))]
-        else:
-            weights = weighing.weigh(
-                [call[:2] for call in calls], [call[2][0] if targets else () for call in calls], self.dim
-            )
-            losses = train_replicas(self._mirror, network, devices[: len(calls)], calls, weights, float(scale))
+            return losses[0]
         home = as_device(self.output_device)
         return torch.stack([part.to(home) for part in losses]).sum()
+
+    def _train(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], targets: tuple[Any, ...], scale: float
+    ) -> list[Tensor]:
+        """Loss and backward, in the module itself or in replicas: what each share adds to the loss."""
+        assert self._loss is not None
+        loss, weighing = self._loss
+        network = WithLoss(self.module, loss)
+        if not self.device_ids:
+            return [_train_alone(network, (inputs, kwargs, targets), scale)]
+        _check_placement(network, self.src_device_obj)
+        devices = as_devices(self.device_ids)
+        shares, named = scatter_kwargs((inputs, targets), kwargs, devices, self.dim)
+        calls = [(given, named[index], wanted) for index, (given, wanted) in enumerate(shares)]
+        if len(devices) == 1:
+            return [_train_alone(network, calls[0], scale)]
+        wanted = [call[2][0] if targets else () for call in calls]
+        weights = weighing.weigh([call[:2] for call in calls], wanted, self.dim)
+        return train_replicas(self._mirror, network, devices[: len(calls)], calls, weights, scale)
 
     def replicate(self, module: _M, device_ids: Sequence[DeviceLike]) -> list[_M]:
         """Replicas of ``module``; what has not changed since the last call is not copied again."""
@@ -245,6 +254,12 @@ def data_parallel(
     used = devices[: len(shares)]
     outputs = parallel_apply(replicate(module, used), shares, named, used)
     return gather(outputs, devices[0] if output_device is None else output_device, dim)
+
+
+def _train_alone(network: Module, call: Sequence[Any], scale: float) -> Tensor:
+    loss: Tensor = network(*call)
+    differentiate(loss, scale)
+    return loss.detach()
 
 
 def _choose_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
