@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp_step import MODELS, paceline_over, step_of
 
 import paceline
-from paceline.parallel.drift import DriftWatch
+from paceline.parallel.replicas.drift import DriftWatch
 
 WARM_UP_ROUNDS = 10
 

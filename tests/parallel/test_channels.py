@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import DistributedDataParallel
-from paceline.parallel import channels
+from paceline.parallel.reducer import channels
 from support.ranks import run_ranks
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from paceline.parallel.outputs import find_tensors
+from paceline.parallel.ddp.outputs import find_tensors
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 

@@ -1,7 +1,7 @@
 """Whatever a backward does, gradients are those of one process on the global batch.
 
 All of it twice: over shared memory, where a gradient waits for its bucket, and over Gloo, with every gradient taken at
-once. [Note: at once, in bucket.py]
+once. [Note: at once, in dense.py]
 
 Two ranks unless stated. Rank r's inputs are ones times r + 1, so a linear layer's gradient is 1 on rank 0, 2 on rank 1,
 and 1.5 on average.
@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import DistributedDataParallel
 from paceline.errors import ReductionError, ReplicaMismatchError
-from paceline.parallel import bucket, channels
+from paceline.parallel.buckets import dense
+from paceline.parallel.reducer import channels
 from support.models import TwoLayers, inputs
 from support.ranks import RankError, expect_errors, run_ranks
 
@@ -34,7 +35,7 @@ from support.ranks import RankError, expect_errors, run_ranks
 def how_gradients_travel(request, monkeypatch):
     """Ranks are forked, so what is set here holds in them."""
     if request.param == "gloo, at once":
-        monkeypatch.setattr(bucket, "_HUGE_NUMEL", 0)
+        monkeypatch.setattr(dense, "_HUGE_NUMEL", 0)
         monkeypatch.setitem(run_ranks.__kwdefaults__, "backend", "gloo")
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel
 from paceline.errors import ObserverError
-from paceline.parallel.report import size_text
+from paceline.parallel.ddp.report import size_text
 from paceline.timeline import Event, Timeline
 from support.models import TwoLayers, inputs
 from support.ranks import expect_errors, run_ranks

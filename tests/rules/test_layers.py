@@ -23,14 +23,26 @@ ROOMS: dict[str, set[str]] = {
     "cli": {"plan", "comm", "parallel", "data", "launch"},
 }
 
-# Within comm: what all of it may use, and what each folder may use besides that and itself.
-COMM_GROUND = {"calls", "explain", "reductions", "shares", "transport"}
-COMM_FOLDERS: dict[str, set[str]] = {
-    "engine": set(),
-    "memory": {"engine"},
-    "hosts": {"engine", "memory"},
-    "group": {"engine", "memory"},
-    "mpi": {"engine", "group"},
+# Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.
+SHARED: dict[str, set[str]] = {
+    "comm": {"calls", "explain", "reductions", "shares", "transport"},
+    "parallel": {"compiling", "fields", "groups", "live"},
+}
+FOLDERS: dict[str, dict[str, set[str]]] = {
+    "comm": {
+        "engine": set(),
+        "memory": {"engine"},
+        "hosts": {"engine", "memory"},
+        "group": {"engine", "memory"},
+        "mpi": {"engine", "group"},
+    },
+    "parallel": {
+        "replicas": set(),
+        "buckets": {"replicas"},
+        "reducer": {"replicas", "buckets"},
+        "ddp": {"replicas", "buckets", "reducer"},
+        "data_parallel": set(),
+    },
 }
 
 
@@ -72,21 +84,24 @@ def test_a_piece_of_the_ground_imports_itself_and_pieces_before_it(piece):
         assert set(imports_of(path)) <= allowed, f"{path.relative_to(PROJECT)} imports more than {sorted(allowed)}"
 
 
-def test_the_folders_of_comm_are_known():
-    assert {path.parent.name for path in (SOURCE / "comm").glob("*/__init__.py")} == set(COMM_FOLDERS)
+@pytest.mark.parametrize("room", FOLDERS)
+def test_the_folders_of_a_room_are_known(room):
+    assert {path.parent.name for path in (SOURCE / room).glob("*/__init__.py")} <= set(FOLDERS[room])
 
 
-@pytest.mark.parametrize("folder", COMM_FOLDERS)
-def test_a_folder_of_comm_imports_what_its_row_names(folder):
-    allowed = {folder, *COMM_GROUND, *COMM_FOLDERS[folder]}
-    for path in (SOURCE / "comm" / folder).rglob("*.py"):
-        imported = set(imports_of(path, "paceline.comm"))
-        assert imported <= allowed, f"{path.relative_to(PROJECT)} imports more of comm than {sorted(allowed)}"
+@pytest.mark.parametrize(
+    ("room", "folder"), [(room, folder) for room, folders in FOLDERS.items() for folder in folders]
+)
+def test_a_folder_imports_of_its_room_what_its_row_names(room, folder):
+    allowed = {folder, *SHARED[room], *FOLDERS[room][folder]}
+    for path in (SOURCE / room / folder).rglob("*.py"):
+        imported = set(imports_of(path, f"paceline.{room}"))
+        assert imported <= allowed, f"{path.relative_to(PROJECT)} imports more of {room} than {sorted(allowed)}"
 
 
-@pytest.mark.parametrize("name", sorted(COMM_GROUND))
-def test_what_all_of_comm_uses_imports_none_of_its_folders(name):
-    assert set(imports_of(SOURCE / "comm" / f"{name}.py", "paceline.comm")) <= COMM_GROUND
+@pytest.mark.parametrize(("room", "name"), [(room, name) for room, names in SHARED.items() for name in sorted(names)])
+def test_what_all_of_a_room_uses_imports_none_of_its_folders(room, name):
+    assert set(imports_of(SOURCE / room / f"{name}.py", f"paceline.{room}")) <= SHARED[room]
 
 
 def test_plans_know_nothing_of_torch():

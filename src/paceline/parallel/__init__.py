@@ -1,7 +1,7 @@
 """Wrappers that train one model on many devices, and what keeps their replicas equal."""
 
 from paceline.parallel.data_parallel import DataParallel, data_parallel, gather, parallel_apply, replicate, scatter
-from paceline.parallel.distributed import DistributedDataParallel
+from paceline.parallel.ddp.wrapper import DistributedDataParallel
 from paceline.parallel.global_mean import global_mean
 from paceline.parallel.patch import patch_torch
 from paceline.parallel.sync_batchnorm import SyncBatchNorm

@@ -7,19 +7,37 @@ import functools
 import operator
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
 from torch.nn import Parameter
 
-_requires_grad_of, _grad_of = operator.attrgetter("requires_grad"), operator.attrgetter("grad")
+_requires_grad_of, _grad_of, _layout_of = map(operator.attrgetter, ("requires_grad", "grad", "layout"))
 _dtype_of, _shape_of, _device_of, _is_cpu = map(operator.attrgetter, ("dtype", "shape", "device", "is_cpu"))
+_is_none = functools.partial(operator.is_, None)
 _is_not_none = functools.partial(operator.is_not, None)
 
 
-def have_grad(params: Sequence[Parameter]) -> list[bool]:
-    return list(map(_is_not_none, map(_grad_of, params)))
+def grads_of(params: Sequence[Parameter]) -> list[Tensor | None]:
+    return list(map(_grad_of, params))
 
 
-def trainable(params: Sequence[Parameter]) -> tuple[bool, ...]:
-    return tuple(map(_requires_grad_of, params))
+def have_grad(params: Sequence[Parameter]) -> bytes:
+    """By parameter, 1 where there is a gradient."""
+    return bytes(map(_is_not_none, map(_grad_of, params)))
+
+
+def any_has_grad(params: Sequence[Parameter]) -> bool:
+    return any(map(_is_not_none, map(_grad_of, params)))
+
+
+def trainable(params: Sequence[Parameter]) -> bytes:
+    """By parameter, 1 where it trains."""
+    return bytes(map(_requires_grad_of, params))
+
+
+def are_dense(grads: Sequence[Tensor | None]) -> bool:
+    """Whether all are there, and none is sparse."""
+    return not any(map(_is_none, grads)) and set(map(_layout_of, grads)) == {torch.strided}
 
 
 def kinds(params: Sequence[Parameter]) -> tuple[object, ...]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from paceline.errors import CommunicationError
-from paceline.parallel.channels import cpu_backend_of, timeout_of
+from paceline.parallel.groups import cpu_backend_of, timeout_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch.nn.modules import batchnorm
 from torch.nn.parallel import distributed
 
 from paceline.parallel.data_parallel import DataParallel, data_parallel
-from paceline.parallel.distributed import DistributedDataParallel
+from paceline.parallel.ddp.wrapper import DistributedDataParallel
 from paceline.parallel.sync_batchnorm import SyncBatchNorm
 
 # torch gives its function the name of the module that holds it.

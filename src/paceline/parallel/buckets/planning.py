@@ -4,18 +4,20 @@ The invariant: all ranks make the same buckets of the same parameters, since all
 the order, who trains, what kinds the parameters are.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from paceline.comm.memory.averages import Averages
-from paceline.parallel.bucket import Bucket, DenseBucket, Member, SharedBucket, layout_of
-from paceline.parallel.comm_hooks import Hook, HookedBucket
+from paceline.parallel.buckets.bucket import Bucket, Member
+from paceline.parallel.buckets.dense import DenseBucket
+from paceline.parallel.buckets.hooked import Hook, HookedBucket
+from paceline.parallel.buckets.shared import SharedBucket
+from paceline.parallel.buckets.sparse import SparseBucket
 from paceline.parallel.fields import kinds, trainable
-from paceline.parallel.registry import Registry
-from paceline.parallel.sparse_bucket import SparseBucket
+from paceline.parallel.replicas.registry import Registry
 from paceline.plan import ParamSpec, plan_buckets
 
 
@@ -29,7 +31,8 @@ class Planner:
     Attributes:
         hook: a communication hook and its state, which averages all planned gradients that are not sparse.
         is_learnt: whether the order is that in which gradients have arrived.
-        trainable, kinds: of the parameters, when the plan was made.
+        trainable: by parameter, 1 where it trained when the plan was made, so that the plan has it.
+        kinds: of the parameters, when the plan was made.
         buckets: in the order of launches.
         place_of: the number and the bucket of each planned parameter, by its id: a hook runs for each parameter in each
             step, and Python's hash of a tensor is slow.
@@ -58,10 +61,11 @@ class Planner:
         self._order = list(range(len(self._registry.params)))[::-1]
         self.is_learnt = False
 
-    def learn_order(self, arrived: Collection[int], group: dist.ProcessGroup) -> None:
-        """Expect gradients as they have arrived on the first rank. A collective call."""
-        rest = [index for index in self._order if index not in arrived]
-        order = torch.tensor([*arrived, *rest], dtype=torch.int64)
+    def learn_order(self, arrived: Iterable[int], group: dist.ProcessGroup) -> None:
+        """Expect gradients as they have arrived on the first rank, given as ids of parameters. A collective call."""
+        known = dict.fromkeys(self.place_of[number][0] for number in arrived if number in self.place_of)
+        rest = [index for index in self._order if index not in known]
+        order = torch.tensor([*known, *rest], dtype=torch.int64)
         dist.broadcast(order, group=group, group_src=0)
         self._order = order.tolist()
         self.is_learnt = True
@@ -88,8 +92,21 @@ class Planner:
         buckets = []
         for number, indices_of in enumerate(plan):
             members = [
-                Member(index, registry.params[index], layout_of(registry.params[index], registry.strides[index]))
+                Member(index, registry.params[index], _layout_of(registry.params[index], registry.strides[index]))
                 for index in indices_of
             ]
             buckets.append(make(number, members))
         return buckets
+
+
+def _layout_of(param: torch.Tensor, stride: tuple[int, ...]) -> tuple[int, ...]:
+    """``stride`` where it covers memory densely, as the optimizer's fast paths like it; else row by row."""
+    if param.layout == torch.strided and len(stride) == param.dim():
+        expected = 1
+        for size, step in sorted(zip(param.shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+            if size != 1 and step != expected:
+                break
+            expected *= size
+        else:
+            return stride
+    return torch.empty(param.shape, device="meta").stride()

@@ -1,4 +1,4 @@
-"""Communication hooks: the user's own way to average a bucket, as ``register_comm_hook`` of torch has it.
+"""A bucket that a communication hook averages: the user's own way, as ``register_comm_hook`` of torch has it.
 
     hook(state, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]
 
@@ -8,7 +8,6 @@ to become. torch's shipped hooks (torch.distributed.algorithms.ddp_comm_hooks) w
 The invariant: a hook is called for each bucket once a round, in the plan's order, on all ranks.
 """
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -17,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ReductionError
-from paceline.parallel.bucket import DenseBucket, Member
+from paceline.parallel.buckets.bucket import Member
+from paceline.parallel.buckets.dense import DenseBucket
 
 Hook: TypeAlias = "Callable[[Any, Any], torch.futures.Future[Any]]"
 
@@ -76,8 +76,7 @@ class HookedBucket(DenseBucket):
         self._future: torch.futures.Future[Any] | None = None
 
     def send(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
-        assert self._flat is not None
-        bucket = GradBucket(self.number, self._is_last, self._flat, self._views, list(self._params))
+        bucket = GradBucket(self.number, self._is_last, self._memory.flat, self._memory.views, list(self._params))
         future = self._hook(self._state, bucket)
         if not hasattr(future, "wait"):  # some futures of c10d's are of C++'s class
             raise TypeError(
@@ -92,15 +91,14 @@ class HookedBucket(DenseBucket):
         future, self._future = self._future, None
         value = future.wait()
         averaged = value[0] if isinstance(value, (list, tuple)) else value
-        assert self._flat is not None
-        if not isinstance(averaged, Tensor) or averaged.numel() != self._flat.numel():
+        if not isinstance(averaged, Tensor) or averaged.numel() != self._memory.flat.numel():
             found = f"one of shape {tuple(averaged.shape)}" if isinstance(averaged, Tensor) else type(averaged).__name__
             raise ReductionError(
                 f"rank {dist.get_rank()}: communication hook {name_of(self._hook)} gave {found} for bucket "
-                f"{self.number}; expected a tensor of {self._flat.numel()} elements, as bucket.buffer() is."
+                f"{self.number}; expected a tensor of {self._memory.flat.numel()} elements, as bucket.buffer() is."
             )
-        if averaged.data_ptr() != self._flat.data_ptr() or averaged.dtype != self._flat.dtype:
-            self._flat.copy_(averaged.view(-1))
+        if averaged.data_ptr() != self._memory.flat.data_ptr() or averaged.dtype != self._memory.flat.dtype:
+            self._memory.flat.copy_(averaged.view(-1))
 
     def when_ended(self, tell: Callable[[object], None]) -> None:
         future: Any = self._future
@@ -109,31 +107,6 @@ class HookedBucket(DenseBucket):
 
     def rescale(self, factor: float) -> None:
         """Nothing: what a hook makes of the gradients is theirs."""
-
-
-def check_hook(hook: Hook) -> None:
-    """Raise as torch does if ``hook`` cannot be one."""
-    if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
-    signature = inspect.signature(hook)
-    bucket = signature.parameters.get("bucket")
-    if bucket is None and len(signature.parameters) < 2:
-        raise TypeError(f"communication hook {name_of(hook)}{signature}: expected two parameters, (state, bucket).")
-    annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
-    if annotation not in (inspect.Parameter.empty, dist.GradBucket, GradBucket, "dist.GradBucket", "GradBucket"):
-        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    future = torch.futures.Future[torch.Tensor]
-    if signature.return_annotation not in (inspect.Signature.empty, future, "torch.futures.Future[torch.Tensor]"):
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
-
-
-def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
-    """The hook that torch has in C++ under that name."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # it imports the optimizers
-
-    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
-        return default_hooks.fp16_compress_hook
-    return default_hooks.allreduce_hook
 
 
 def name_of(hook: object) -> str:

@@ -6,8 +6,8 @@ The invariant: messages have one size on all ranks, whatever has become of a buf
 import torch.distributed as dist
 
 from paceline.errors import ReductionError
-from paceline.parallel.broadcast import broadcast_tensors
-from paceline.parallel.registry import Registry
+from paceline.parallel.replicas.broadcast import broadcast_tensors
+from paceline.parallel.replicas.registry import Registry
 
 
 def copy_buffers(registry: Registry, group: dist.ProcessGroup, source: int) -> None:

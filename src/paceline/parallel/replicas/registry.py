@@ -14,7 +14,7 @@ import operator
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.parallel.agreement import Spec, agree
-from paceline.parallel.broadcast import broadcast_tensors
+from paceline.parallel.replicas.agreement import Spec, agree
+from paceline.parallel.replicas.broadcast import broadcast_tensors
 
 # Who wants to know of parameters registered in a module.
 _watchers: "weakref.WeakKeyDictionary[Module, weakref.WeakSet[Registry]]" = weakref.WeakKeyDictionary()
@@ -122,10 +122,14 @@ class Registry:
         yield from self._newcomers
         yield from self._departed
 
-    def warn_of_departed(self, param: Parameter) -> None:
-        """Once for each, if it is a parameter that the module had, and has no longer: nobody averages its gradient."""
-        name = self._departed.pop(param, None)  # type: ignore[no-untyped-call]
-        if name is not None:
+    def warn_of_departed(self, arrived: Container[int]) -> None:
+        """Warn of parameters that the module had, and has no longer: nobody averages their gradients. Once for each.
+
+        Args:
+            arrived: the ids of those whose gradients have come.
+        """
+        for param in [param for param in self._departed if id(param) in arrived] if self._departed else ():
+            name = self._departed.pop(param)  # type: ignore[no-untyped-call]
             warnings.warn(
                 f"{name!r} is no parameter of the model any more, and yet backward computes a gradient of it, which is "
                 "not averaged between ranks. Keep it in the model, or wrap what it belongs to on its own.",

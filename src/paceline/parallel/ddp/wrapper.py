@@ -18,21 +18,20 @@ from torch.distributed.utils import _to_kwargs
 from torch.nn import Module, Parameter
 
 from paceline import world
-from paceline.errors import ReductionError
-from paceline.parallel import arguments
-from paceline.parallel.broadcast import broadcast_tensors
-from paceline.parallel.buffers import copy_buffers
-from paceline.parallel.channels import make_offer, open_channels
-from paceline.parallel.comm_hooks import Hook, builtin_hook, check_hook
+from paceline.parallel.buckets.hooked import Hook
 from paceline.parallel.compiling import not_compiled
-from paceline.parallel.in_backward import take_over
-from paceline.parallel.join import Joining, ShadowHook, Stateful, call_roll, note_live
-from paceline.parallel.mixed_precision import LowPrecision, reduce_in
-from paceline.parallel.outputs import find_tensors
-from paceline.parallel.reducer import Reducer, collect_abandoned
-from paceline.parallel.registry import Registry
-from paceline.parallel.report import Report
-from paceline.parallel.torch_private import Absent, TorchsReducer
+from paceline.parallel.ddp import arguments
+from paceline.parallel.ddp.comm_hooks import builtin_hook, check_hook
+from paceline.parallel.ddp.copies import Reminder, portable_state
+from paceline.parallel.ddp.join import Joining, ShadowHook, Stateful, call_roll, note_live
+from paceline.parallel.ddp.mixed_precision import LowPrecision
+from paceline.parallel.ddp.outputs import find_tensors
+from paceline.parallel.ddp.replica import Replica, Terms
+from paceline.parallel.ddp.report import Report, report_of
+from paceline.parallel.ddp.torch_private import Absent, TorchsReducer
+from paceline.parallel.reducer.in_backward import take_over
+from paceline.parallel.reducer.reducer import Reducer
+from paceline.parallel.replicas.buffers import copy_buffers
 from paceline.timeline import Observer, Timeline
 
 
@@ -83,7 +82,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     _ddp_init_helper = _build_params_for_reducer = _run_ddp_forward = _check_global_requires_backward_grad_sync = (
         Absent()
     )
-    _reducer: Reducer | None
+    _replica: Replica | None = None  # none as long as a copy has not joined the other ranks
+    _reminder: Reminder | None = None
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.process_group = arguments.choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        self._is_over_a_slice = arguments.prepare_for_mesh(module, device_mesh)
+        is_over_a_slice = arguments.prepare_for_mesh(module, device_mesh)
         self.module = module
         self.dim = dim
         self.find_unused_parameters = find_unused_parameters
@@ -138,9 +138,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.forward_sync_buffers, init_sync_buffers = arguments.choose_buffer_syncs(
             broadcast_buffers, forward_sync_buffers
         )
-        self._init_sync, self._init_sync_buffers = init_sync, init_sync_buffers
-        self._caps = arguments.Caps(bucket_cap_mb, bucket_cap_mb_list)
-        self._detect_drift = detect_drift
         self._observers: list[Observer] = []
         self._timeline: Timeline | None = None
         self.observe(observer)
@@ -148,6 +145,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._low_precision = mixed_precision and LowPrecision(mixed_precision, self.parameters_to_ignore)
         if self._low_precision is not None:
             self._low_precision.cast_buffers(module)
+        self._terms = Terms(
+            self.parameters_to_ignore,
+            is_over_a_slice,
+            self.device_type,
+            arguments.Caps(bucket_cap_mb, bucket_cap_mb_list),
+            detects_drift=detect_drift,
+            copies_params=init_sync,
+            copies_buffers=init_sync_buffers,
+            reduce_dtype=None if self._low_precision is None else self._low_precision.reduce_dtype,
+        )
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._comm_hooks: list[tuple[Hook, object]] = []
@@ -177,12 +184,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _prepare_to_train(self) -> None:
         """What a training forward begins with; only that needs other ranks."""
-        if not self._is_joined:
+        if self._replica is None:
             self._join_ranks()
         if not self._has_looked_for_optimizers:
             self._has_looked_for_optimizers = True
-            if self._reducer is not None:
-                self._reducer.steps_in_backward = take_over(self._registry.params)
+            replica = self._replica
+            if replica is not None and replica.reducer is not None:
+                replica.reducer.steps_in_backward = take_over(replica.registry.params)
         source = 0
         if self._join_config.enable and self._reducer is not None:
             notified = Join.notify_join_context(self)
@@ -194,7 +202,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def _attend(self, *, is_live: bool) -> tuple[int, bool]:
         """Call the roll under ``join``: the first live rank, and whether the backward to come averages."""
-        live, will_sync = call_roll(self._channels.control, is_live=is_live, will_sync=self.require_backward_grad_sync)
+        assert self._replica is not None
+        control = self._replica.channels.control
+        live, will_sync = call_roll(control, is_live=is_live, will_sync=self.require_backward_grad_sync)
         note_live(self, live)
         return live[0], will_sync
 
@@ -246,8 +256,8 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         for observer in observers:
             if isinstance(observer, Timeline):
                 self._timeline = observer
-        if "_reducer" in self.__dict__ and self._reducer is not None:
-            self._reducer.observe(observers)
+        if self._reducer is not None:
+            self._reducer.witness.observe(observers)
 
     def report(self) -> Report:
         """The buckets, what has happened so far, and how well communication was hidden; no other rank is needed.
@@ -256,9 +266,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         fields.
         """
         rank, size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
-        if self._reducer is None:
+        if self._replica is None or self._replica.reducer is None:
             return Report(rank, size, dist.get_backend(self.process_group))
-        return self._reducer.report(None if self._timeline is None else self._timeline.measure(dist.get_rank()))
+        backend = dist.get_backend(self._replica.channels.gradients)
+        measured = None if self._timeline is None else self._timeline.measure(dist.get_rank())
+        return report_of(self._replica.reducer, self._replica.registry.names, backend, measured)
+
+    @property
+    def _reducer(self) -> Reducer | None:
+        """None where this rank has nothing to average: in a world of one, and in a copy that has not joined yet."""
+        return None if self._replica is None else self._replica.reducer
 
     @property
     def reducer(self) -> "TorchsReducer":  # type: ignore[override]
@@ -273,7 +290,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, sync: bool) -> None:
         self._sync = sync
-        if "_reducer" in self.__dict__ and self._reducer is not None:
+        if self._reducer is not None:
             self._reducer.sync = sync
 
     @property
@@ -292,13 +309,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             and self.training
             and torch.is_grad_enabled()
             and self.require_backward_grad_sync
-            and self._reducer is not None
-            and bool(self._registry.buffer_names)
+            and self._replica is not None
+            and self._replica.reducer is not None
+            and bool(self._replica.registry.buffer_names)
         )
 
     def _sync_buffers(self, source: int = 0) -> None:
         """Copy the buffers of the group's rank ``source`` to all. A collective call."""
-        copy_buffers(self._registry, self.process_group, source)
+        assert self._replica is not None
+        copy_buffers(self._replica.registry, self.process_group, source)
 
     def join(
         self,
@@ -382,7 +401,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "module" and self.__dict__.get("_is_joined"):
+        if name == "module" and self._replica is not None:
             self._join_ranks()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -391,13 +410,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                 "a DistributedDataParallel over another process group than the default one cannot be pickled: the "
                 "group would be lost. Save its module's state_dict() instead."
             )
-        return self._portable_state()
-
-    def _portable_state(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in ("process_group", "device_mesh", "_reducer", "_registry", "_channels", "_join_reminders"):
-            state.pop(name, None)
-        return {**state, "_sync": True, "_is_joined": False, "_observers": [], "_timeline": None}
+        return portable_state(self.__dict__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._restore(state, arguments.choose_group(None, None))
@@ -405,19 +418,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DistributedDataParallel":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied._restore(copy.deepcopy(self._portable_state(), memo), self.process_group)
+        copied._restore(copy.deepcopy(portable_state(self.__dict__), memo), self.process_group)
         return copied
 
     def _restore(self, state: dict[str, Any], process_group: dist.ProcessGroup) -> None:
         """Become a copy, which joins the ranks in its first training forward: one rank may copy and evaluate alone."""
         Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self.process_group = process_group
-        self._reducer = None
-        self._join_reminders = [
-            param.register_post_accumulate_grad_hook(_remind)  # type: ignore[no-untyped-call]
-            for param in self.module.parameters()
-            if param.requires_grad and dist.get_world_size(process_group) > 1
-        ]
+        if dist.get_world_size(process_group) > 1:
+            self._reminder = Reminder(self.module)
 
     def _join_ranks(self, *, copies: bool = True) -> None:
         """Agree on the parameters with the other ranks and start reducing. A collective call.
@@ -425,37 +434,19 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Args:
             copies: whether the first rank's parameters and buffers are copied to all, if the wrapper does so at all.
         """
-        group = self.process_group
-        for reminder in self.__dict__.pop("_join_reminders", ()):
-            reminder.remove()
-        self._reducer = None
-        self._is_joined = True
-        with_buffers = self.forward_sync_buffers or (self._init_sync and self._init_sync_buffers)
-        self._registry = Registry(
-            self.module, self.parameters_to_ignore, with_buffers=with_buffers, is_fixed=self._is_over_a_slice
+        if self._reminder is not None:
+            self._reminder.remove()
+            self._reminder = None
+        self._replica = None  # first, so that the next one may take its channels
+        hook = next(((state, hook) for hook, state in self._comm_hooks), None)
+        self._replica = Replica(
+            self.module,
+            self.process_group,
+            self._terms,
+            with_buffers=self.forward_sync_buffers,
+            hook=hook,
+            copies=copies,
         )
-        if dist.get_world_size(group) == 1 and not self._comm_hooks:
-            return
-        collect_abandoned(self.module.parameters())
-        told = self._registry.agree(group, extra=(make_offer(group), self._detect_drift))
-        self._channels = open_channels(group, self.device_type, [offer for offer, _ in told], owner=self._registry)
-        caps_bytes = self._caps.in_bytes(self.device_type, is_shared=self._channels.averages is not None)
-        detects_drift = all(wanted for _, wanted in told)
-        self._reducer = Reducer(self._registry, self._channels, caps_bytes, detects_drift=detects_drift)
-        self._reducer.sync = self._sync
-        self._reducer.observe(self._observers)
-        for hook, state in self._comm_hooks:
-            self._reducer.use_hook(state, hook, keeps_replicas_equal=False)
-        if self._low_precision is not None and self._low_precision.reduce_dtype is not None and not self._comm_hooks:
-            hook = reduce_in(self._low_precision.reduce_dtype, self._channels.gradients)
-            self._reducer.use_hook(None, hook, keeps_replicas_equal=True)
-        if self._init_sync and copies:
-            buffers = self._registry.buffers() if self._init_sync_buffers else []
-            broadcast_tensors([*self._registry.params, *buffers], group)
-
-
-def _remind(_: torch.nn.Parameter) -> None:
-    raise ReductionError(
-        f"rank {dist.get_rank()}: a backward through a copied or loaded DistributedDataParallel that has not joined "
-        "the other ranks; its gradients would not be averaged. Call the wrapper in train() mode on all ranks first."
-    )
+        if self._reducer is not None:
+            self._reducer.sync = self._sync
+            self._reducer.witness.observe(self._observers)

@@ -3,9 +3,11 @@
 Equal gradients keep equal weights equal, bit by bit. So weights that differ were changed on one rank alone: edited,
 loaded, or left out of a step. In each round every rank puts a digest of some of its weights into the control message,
 which costs no message of its own. Where there are more than a few, parameters take turns, of which there are at most
-eight; of each, some 64 elements at equal distances are sampled, others in each fourth turn. So what changes whole
-tensors, as optimizers and checkpoints do, is found within eight rounds, mostly in the first. What changes a part of a
-tensor is found after about four times as many turns as one over 64 times that part; a single element may take long.
+eight; of each, 16 to 64 elements at equal distances are sampled, about a thousand in all, others in each fourth turn.
+So what changes whole tensors, as optimizers and checkpoints do, is found within eight rounds, mostly in the first. What
+changes a part of a tensor is found after about four times as many turns as one over 64 times that part, or 16 times in
+a model of many tensors; a single element may take long. More would cost more than it is worth, since most elements lie
+in lines of memory that are in no cache.
 
 The invariant: all ranks sample the same elements in the same round, in the order of the parameter's indices, whatever
 its strides.
@@ -21,12 +23,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import ReplicaMismatchError
-from paceline.parallel.agreement import all_gather_object
-from paceline.parallel.control import digest_of
+from paceline.parallel.replicas.agreement import all_gather_object
+from paceline.parallel.replicas.digests import digest_of
 
 _MOST_TURNS = 8
 _AT_ONCE = 16  # parameters that are sampled in each round, at least
-_NUM_SAMPLED = 64  # elements of each, at least, where it has as many
+_NUM_SAMPLED = 1024  # elements in each round, about
+_FEWEST_OF_EACH, _MOST_OF_EACH = 16, 64  # parameters, where they have as many
 _STEP = 7919  # a prime: where sampling begins wanders over all elements
 _NUM_LOOKS = 4  # at the same elements, in turn
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element; larger ones are several int64
@@ -39,7 +42,8 @@ class _Parameters:
     def __init__(self, indices: Sequence[int], params: Sequence[Tensor]) -> None:
         self.indices = [i for i in indices if params[i].layout == torch.strided and params[i].numel()]
         self._addresses = self._addresses_of(params)
-        self._steps = [max(1, params[i].numel() // _NUM_SAMPLED) for i in self.indices]
+        of_each = min(_MOST_OF_EACH, max(_FEWEST_OF_EACH, _NUM_SAMPLED // max(1, len(self.indices))))
+        self._steps = [max(1, params[i].numel() // of_each) for i in self.indices]
         self._elements = [_as_words(params[i]) for i in self.indices]
         self._position = -1  # of ``_views``, which are of the elements to be sampled
         self._views: list[Tensor | None] = []

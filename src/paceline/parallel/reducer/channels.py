@@ -19,14 +19,13 @@ own time. So a wrapper that is gone only retires its groups; the next wrapper ta
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
 from paceline.comm.group import CollectiveGroup
 from paceline.comm.memory.averages import Averages
 from paceline.comm.memory.opening import myself
+from paceline.parallel.groups import cpu_backend_of, timeout_of
 from paceline.rendezvous import Peer
 from paceline.world.placing import choose_cpu_backend
 
@@ -117,23 +116,3 @@ def _retire(parent: "weakref.ref[dist.ProcessGroup]", groups: _Groups, channels:
     owner = parent()
     if owner is not None and channels.is_idle:
         _retired.setdefault(owner, {})[groups.control.group_name] = groups
-
-
-def cpu_backend_of(parent: dist.ProcessGroup) -> str:
-    """The backend that ``parent`` has for CPU tensors; Gloo where it has none."""
-    try:
-        name = str(parent._get_backend(torch.device("cpu")).name()).lower()
-    except RuntimeError:
-        return "gloo"
-    return "cpu:mpi" if name == "mpi" else name  # for plain "mpi", c10d refuses what only the members call
-
-
-def timeout_of(parent: dist.ProcessGroup) -> timedelta | None:
-    """How long its collectives wait; None where it does not tell."""
-    for device in ("cpu", "cuda"):
-        try:
-            options = parent._get_backend(torch.device(device)).options
-            return options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

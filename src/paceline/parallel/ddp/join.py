@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
-from paceline.parallel.broadcast import broadcast_tensors
 from paceline.parallel.live import declare_live, forget_live
+from paceline.parallel.replicas.broadcast import broadcast_tensors
 
 if TYPE_CHECKING:
-    from paceline.parallel.distributed import DistributedDataParallel
+    from paceline.parallel.ddp.wrapper import DistributedDataParallel
 
 
 class Stateful(Protocol):
@@ -121,15 +121,16 @@ class ShadowHook(JoinHook):
         """All have run out: make the last ones' model everybody's."""
         wrapper = self._wrapper
         self._cohort.discard(self)
-        if wrapper._reducer is None:
+        replica = wrapper._replica
+        if replica is None or replica.reducer is None:
             return
         group = wrapper.process_group
         mine = dist.get_group_rank(group, dist.get_rank()) if is_last_joiner else -1
         last = torch.tensor([mine], device=wrapper.device)
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
         source = int(last)
-        buffers = wrapper._registry.buffers() if wrapper.forward_sync_buffers else []
-        broadcast_tensors([*wrapper._registry.params, *buffers], group, source)
+        buffers = replica.registry.buffers() if wrapper.forward_sync_buffers else []
+        broadcast_tensors([*replica.registry.params, *buffers], group, source)
         for state in self._states:
             told = [state.state_dict()]
             dist.broadcast_object_list(told, group=group, group_src=source)
@@ -138,7 +139,7 @@ class ShadowHook(JoinHook):
         if self._own_gradients is not None:
             for param, grad in zip(wrapper.module.parameters(), self._own_gradients, strict=True):
                 param.grad = grad
-        wrapper._reducer.num_live = dist.get_world_size(group)
+        replica.reducer.averaging.num_live = dist.get_world_size(group)
         forget_live(group)
 
 
@@ -147,6 +148,6 @@ def note_live(wrapper: "DistributedDataParallel", live: list[int]) -> None:
     assert wrapper._reducer is not None
     group = wrapper.process_group
     size = dist.get_world_size(group)
-    wrapper._reducer.num_live = size if wrapper._divides_by_initial else len(live)
+    wrapper._reducer.averaging.num_live = size if wrapper._divides_by_initial else len(live)
     ranks = dist.get_process_group_ranks(group)
     declare_live(group, [ranks[rank] for rank in live], divides_by_initial=wrapper._divides_by_initial)

@@ -11,15 +11,14 @@ A vector of bytes, reduced with MAX, so that one message of any backend carries 
 A rank that has run out of data and only keeps the others company has zeros everywhere, which say nothing.
 """
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-DIGEST_BYTES = 8
-NO_DIGEST = bytes(DIGEST_BYTES)
+from paceline.parallel.replicas.digests import DIGEST_BYTES
+
+_MIRROR = bytes(range(255, -1, -1))
 
 
 @dataclass(frozen=True)
@@ -27,15 +26,15 @@ class Control:
     """What one rank says, or what all of them said.
 
     Attributes:
-        used: by parameter, whether it has a gradient (on any rank).
-        late: by bucket, whether it must be reduced once more.
+        used: by parameter, 1 where it has a gradient (on any rank).
+        late: by bucket, 1 where it must be reduced once more.
         is_changed: whether parameters must be agreed on anew.
         is_same_state: whether parameters train alike on all ranks.
         is_same_weights: whether the samples of the weights are the same.
     """
 
-    used: Sequence[bool]
-    late: Sequence[bool]
+    used: bytes
+    late: bytes
     is_changed: bool
     is_same_state: bool = True
     is_same_weights: bool = True
@@ -49,38 +48,29 @@ class PendingControl:
     """
 
     def __init__(self, mine: Control, digests: tuple[bytes, bytes] | None, group: dist.ProcessGroup) -> None:
-        message = bytearray(mine.used) + bytearray(mine.late)
-        message.append(mine.is_changed)
-        if digests is None:
-            message += bytes(4 * DIGEST_BYTES)
-        else:
-            both = digests[0] + digests[1]
-            message += both + bytes(255 - byte for byte in both)
+        both = bytes(2 * DIGEST_BYTES) if digests is None else digests[0] + digests[1]
+        mirrors = both if digests is None else both.translate(_MIRROR)
+        self._message = bytearray().join((mine.used, mine.late, (b"\0", b"\1")[mine.is_changed], both, mirrors))
         self._num_used, self._num_late = len(mine.used), len(mine.late)
-        self._tensor = torch.frombuffer(message, dtype=torch.uint8)
-        self._work = dist.all_reduce(self._tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        tensor = torch.frombuffer(self._message, dtype=torch.uint8)
+        self._work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     @property
     def size_bytes(self) -> int:
-        return self._tensor.numel()
+        return len(self._message)
 
     def result(self) -> Control:
         assert self._work is not None
         self._work.wait()
-        told = self._tensor.numpy().tobytes()
+        told = bytes(self._message)
         end_of_used = self._num_used
         end_of_late = end_of_used + self._num_late
         maxima, mirrors = told[-4 * DIGEST_BYTES : -2 * DIGEST_BYTES], told[-2 * DIGEST_BYTES :]
-        agrees = [a + b == 255 for a, b in zip(maxima, mirrors, strict=True)]
+        expected = maxima.translate(_MIRROR)
         return Control(
-            used=list(map(bool, told[:end_of_used])),
-            late=list(map(bool, told[end_of_used:end_of_late])),
+            used=told[:end_of_used],
+            late=told[end_of_used:end_of_late],
             is_changed=bool(told[end_of_late]),
-            is_same_state=all(agrees[:DIGEST_BYTES]),
-            is_same_weights=all(agrees[DIGEST_BYTES:]),
+            is_same_state=mirrors[:DIGEST_BYTES] == expected[:DIGEST_BYTES],
+            is_same_weights=mirrors[DIGEST_BYTES:] == expected[DIGEST_BYTES:],
         )
-
-
-def digest_of(content: bytes) -> bytes:
-    """Of what must be the same on all ranks."""
-    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from paceline.errors import ReductionError
-from paceline.parallel.control import PendingControl
+from paceline.parallel.reducer.control import PendingControl
 
 
 class Participant(Protocol):
@@ -47,10 +47,8 @@ class Round:
     ) -> None:
         self.is_shadow = is_shadow
         self.preexisting = preexisting  # parameters that had a gradient before
-        self.arrived: dict[int, None] = {}  # an ordered set of the planned parameters whose gradients came
-        self.is_touched = False  # whether any gradient came; autograd.grad passes through a model and leaves none
+        self.arrived: dict[int, None] = {}  # an ordered set of the ids of parameters whose gradients came
         self.is_ready = False  # whether a complete bucket waits for the next gradient to be launched
-        self.has_strays = False  # whether gradients came of parameters that the plan does not have
         self.num_launched = 0
         self.pending: PendingControl | None = None
         self._task: weakref.ref[Task] | None = None

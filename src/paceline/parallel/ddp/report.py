@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.parallel.bucket import Bucket
+import torch.distributed as dist
+
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.reducer.reducer import Reducer
 from paceline.timeline import Measured
 
 
@@ -120,8 +123,32 @@ _IS_NUMBER = (True, False, True, True, False, False)
 _MOST_NAMES = 8
 
 
-def report_of(buckets: Sequence[Bucket], names: Sequence[str]) -> tuple[BucketReport, ...]:
-    """The plan in words and numbers."""
+def report_of(reducer: Reducer, names: Sequence[str], backend: str, measured: Measured | None) -> Report:
+    """What this rank knows.
+
+    Args:
+        names: of the parameters, in the agreed order.
+        backend: over which gradients travel.
+        measured: by a timeline that observed ``reducer``.
+    """
+    counts, planner, used = reducer.counts, reducer.planner, reducer.arrivals.used
+    return Report(
+        dist.get_rank(),
+        reducer.averaging.world_size,
+        backend,
+        caps_bytes=planner.caps_bytes,
+        buckets=_bucket_reports(planner.buckets, names),
+        num_rounds=counts.rounds,
+        num_replans=counts.replans,
+        num_late=counts.late,
+        num_unplanned=counts.unplanned,
+        unused=tuple(names[index] for bucket in planner.buckets for index in bucket.indices if not used[index]),
+        detects_drift=reducer.detects_drift,
+        measured=measured,
+    )
+
+
+def _bucket_reports(buckets: Sequence[Bucket], names: Sequence[str]) -> tuple[BucketReport, ...]:
     reports = []
     for bucket in buckets:
         params = [member.param for member in bucket.members]

@@ -6,18 +6,17 @@ is kept until the round has ended. No event makes the host wait for a device. [N
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeAlias
+from typing import NamedTuple, NoReturn
 
 import torch
 
 from paceline.errors import ObserverError
-from paceline.parallel.bucket import Bucket
-from paceline.parallel.sparse_bucket import SparseBucket
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.buckets.sparse import SparseBucket
+from paceline.parallel.reducer.clock import Clock, Moment
 from paceline.timeline import Event, Kind, Observer
-
-Moment: TypeAlias = float | torch.cuda.Event
 
 
 @dataclass
@@ -48,7 +47,7 @@ class _Told(NamedTuple):
 class _Flight:
     """A reduction under way. It knows no bucket, since a work that never ends would keep that alive."""
 
-    def __init__(self, clock: "_Clock") -> None:
+    def __init__(self, clock: Clock) -> None:
         self.end: Moment | None = None
         self._clock = clock
 
@@ -59,16 +58,16 @@ class _Flight:
 
 
 class Witness:
-    """Tells ``observers`` of a reducer's rounds, from the next that begins.
+    """Tells observers of a reducer's rounds. Without any, as at first, it does nothing, at next to no cost.
 
     Args:
         device: on which the gradients are.
         rank: of this process, in the whole job.
     """
 
-    def __init__(self, observers: Sequence[Observer], device: torch.device, rank: int) -> None:
-        self._observers = observers
-        self._clock = _Clock(device)
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._observers: Sequence[Observer] = ()
+        self._clock = Clock(device)
         self._rank = rank
         self._round = 0
         self._is_in_round = False
@@ -83,21 +82,40 @@ class Witness:
         self._untold: deque[_Told] = deque()
         self._error: tuple[str, Event, Exception] | None = None
 
+    def observe(self, observers: Sequence[Observer]) -> None:
+        """Tell these of the rounds that begin from now on, and no others any more. Waits for the device.
+
+        Raises:
+            ObserverError: one of those before has raised something.
+        """
+        if self._observers or observers:
+            self._clock.synchronize()
+        self._tell_what_is_known()
+        self._untold.clear()
+        self._observers, self._is_in_round = observers, False
+        self._plan, self._awaited = (), []
+        self._flights.clear()
+        self.raise_error()
+
     def begin(self, number: int, plan: Sequence[Bucket], names: Sequence[str]) -> None:
         """A round, whose buckets have been prepared."""
+        if not self._observers:
+            return
         self._round, self._is_in_round = number, True
         if plan is not self._plan:
             self._plan, self._facts = plan, {bucket.number: _facts_of([bucket], names) for bucket in plan}
-        self._awaited = [bucket for bucket in plan if bucket.num_missing > 0]
+        self._awaited = [bucket for bucket in plan if bucket.expected]
         self._flights.clear()
         self._tell(
             "round began", time.perf_counter(), size_bytes=sum(facts.size_bytes for facts in self._facts.values())
         )
 
-    def look(self) -> None:
+    def look(self, arrived: Set[int]) -> None:
         """Notice what has happened: buckets that are complete, reductions that have ended."""
+        if not self._is_in_round:
+            return
         now_s = time.perf_counter()
-        for bucket in [bucket for bucket in self._awaited if bucket.num_missing == 0]:
+        for bucket in [bucket for bucket in self._awaited if bucket.is_complete(arrived)]:
             self._awaited.remove(bucket)
             self._tell_of(bucket, "bucket ready", now_s)
         for number, flight in self._flights.items():
@@ -106,7 +124,7 @@ class Witness:
 
     def now(self) -> Moment:
         """For those who begin something that is told when it is over."""
-        return self._clock.now()
+        return self._clock.now() if self._is_in_round else 0.0
 
     def sent(self, bucket: Bucket, moment: Moment) -> None:
         """Its reduction has begun, at ``moment``."""
@@ -118,14 +136,18 @@ class Witness:
             bucket.when_ended(flight.land)
 
     def sent_control(self) -> None:
+        if not self._is_in_round:
+            return
         self._control_sent_s, self._last = time.perf_counter(), self._clock.now()
 
     def begin_wait(self) -> None:
         """Backward has computed all gradients."""
-        self._backward_ended = self._clock.now()
+        self._backward_ended = self.now()
 
     def waited_for(self, bucket: Bucket) -> None:
         """Its average is there."""
+        if not self._is_in_round:
+            return
         now = self._clock.now()
         if isinstance(bucket, SparseBucket):
             self._tell_of(bucket, "launched", self._last)
@@ -139,10 +161,12 @@ class Witness:
         self._tell("control", sent_s, now_s, size_bytes=size_bytes)
 
     def end_wait(self) -> None:
-        self._tell("waited", self._backward_ended, self._clock.now())
+        self._tell("waited", self._backward_ended, self.now())
 
     def begin_late(self, bucket: Bucket, names: Sequence[str]) -> None:
         """A bucket is to be reduced once more."""
+        if not self._is_in_round:
+            return
         late = tuple(names[member.index] for member in bucket.members if member.param.grad is not None)
         self._late = late, self._clock.now()
 
@@ -153,11 +177,15 @@ class Witness:
 
     def unplanned(self, buckets: Sequence[Bucket], names: Sequence[str], begin: Moment) -> None:
         """What the plan did not have has been averaged."""
+        if not self._is_in_round:
+            return
         facts = _facts_of(buckets, names)
         self._tell("unplanned", begin, self._clock.now(), size_bytes=facts.size_bytes, params=facts.names)
 
     def replanned(self, number: int, plan: Sequence[Bucket], names: Sequence[str]) -> None:
         """``plan`` will be that of the next round; ``number`` is that of this one, or else of the next."""
+        if not self._observers:
+            return
         self._round = number
         facts = _facts_of(plan, names)
         self._tell("replanned", time.perf_counter(), size_bytes=facts.size_bytes, params=facts.names)
@@ -165,11 +193,6 @@ class Witness:
     def end(self) -> None:
         self._tell("round ended", time.perf_counter())
         self._is_in_round = False
-
-    def flush(self) -> None:
-        """Tell all that is untold, waiting for the device."""
-        self._clock.synchronize()
-        self._tell_what_is_known()
 
     def raise_error(self) -> None:
         """Raise what an observer has raised, if one has.
@@ -220,42 +243,6 @@ class Witness:
                 observer(event)
             except Exception as error:
                 self._error = _name_of(observer), event, error
-
-
-class _Clock:
-    """Moments on the device on which gradients are, in the host's seconds."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._is_cuda = device.type == "cuda"
-        self.synchronize()
-
-    def synchronize(self) -> None:
-        """Wait for the device, and note the time there, from which later ones are counted."""
-        if self._is_cuda:
-            torch.cuda.synchronize(self._device)
-            self._anchor, self._anchor_s = self._record(), time.perf_counter()
-            torch.cuda.synchronize(self._device)
-
-    def now(self) -> Moment:
-        """When the current stream comes to this point. In a future's callback, that is when the future is done."""
-        return self._record() if self._is_cuda else time.perf_counter()
-
-    def seconds(self, moment: Moment) -> float | None:
-        """None where it lies ahead of the device."""
-        if isinstance(moment, float):
-            return moment
-        if not moment.query():  # type: ignore[no-untyped-call]
-            return None
-        moment_s = self._anchor_s + float(self._anchor.elapsed_time(moment)) / 1e3
-        if moment_s > self._anchor_s + 1.0:  # elapsed_time is a single-precision float: count from nearby
-            self._anchor, self._anchor_s = moment, moment_s
-        return moment_s
-
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
 
 
 def _facts_of(buckets: Sequence[Bucket], names: Sequence[str]) -> _Facts:

@@ -7,18 +7,20 @@ import torch.distributed as dist
 
 from paceline import world
 from paceline.errors import PacelineError, ReductionError, ReplicaMismatchError
-from paceline.parallel.agreement import all_gather_object
+from paceline.parallel.buckets.bucket import Bucket
+from paceline.parallel.replicas.agreement import all_gather_object
 
 
 class Explained:
     """A block in which an error of c10d becomes one that says what was being averaged, and on which rank.
 
     Args:
-        number, names: of the bucket; None where it is about all of them.
+        bucket: None where it is about all of them.
+        names: of all parameters.
     """
 
-    def __init__(self, number: int | None, names: Sequence[str] | None, world_size: int) -> None:
-        self._number, self._names, self._world_size = number, names, world_size
+    def __init__(self, bucket: Bucket | None, names: Sequence[str], world_size: int) -> None:
+        self._bucket, self._names, self._world_size = bucket, names, world_size
 
     def __enter__(self) -> None:
         pass
@@ -27,10 +29,11 @@ class Explained:
         if not isinstance(error, RuntimeError):
             return
         what = "gradients"
-        if self._names is not None:
-            first, last = self._names[0], self._names[-1]
-            span = repr(first) if first == last else f"{first!r} to {last!r}, {len(self._names)} parameters"
-            what = f"bucket {self._number} ({span})"
+        if self._bucket is not None:
+            indices = self._bucket.indices
+            first, last = self._names[indices[0]], self._names[indices[-1]]
+            span = repr(first) if first == last else f"{first!r} to {last!r}, {len(indices)} parameters"
+            what = f"bucket {self._bucket.number} ({span})"
         why = str(error).removeprefix(f"rank {dist.get_rank()}: ")
         if not isinstance(error, PacelineError):
             gone = "" if (here := world.current()) is None else here.who_is_gone()

@@ -24,24 +24,27 @@ class GradientHooks:
 
     Args:
         on_gradient: a method of the owner, which is not kept alive.
-
-    Attributes:
-        noted: the parameters whose gradients came through the open gate, in order.
     """
 
     def __init__(self, on_gradient: Callable[[Parameter], None]) -> None:
-        self.noted: list[Parameter] = []
+        self._noted: list[Parameter] = []
         self._on_gradient = weakly(on_gradient)
         self._gate = functools.partial(self._on_gradient)
         self._handles: WeakIdKeyDictionary = WeakIdKeyDictionary()  # (whether it is told at once, the hook's handle)
         weakref.finalize(self, _remove_all, self._handles)
 
     def open_gate(self) -> None:
-        self.noted.clear()
-        self._turn(self.noted.append)
+        self._noted.clear()
+        self._turn(self._noted.append)
 
     def close_gate(self) -> None:
         self._turn(self._on_gradient)
+
+    def take_noted(self) -> dict[int, None]:
+        """The ids, in order, of the parameters whose gradients have come through the open gate since the last call."""
+        ids = dict.fromkeys(map(id, self._noted))
+        self._noted.clear()
+        return ids
 
     def _turn(self, target: Callable[..., object]) -> None:
         self._gate.__setstate__((target, (), {}, None))  # type: ignore[attr-defined]

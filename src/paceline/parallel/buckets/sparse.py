@@ -3,13 +3,13 @@
 The invariant: it is never made dense on the way, and all ranks add the same rows in the same order.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.parallel.bucket import Bucket, Member
+from paceline.parallel.buckets.bucket import Bucket, Member
 
 
 class SparseBucket(Bucket):
@@ -47,7 +47,7 @@ class SparseBucket(Bucket):
         assert self._sum is not None
         self._sum = self._sum * factor
 
-    def give(self, used: Sequence[bool]) -> None:
+    def give(self, used: bytes) -> None:
         assert self._sum is not None
         param = self.members[0].param
         if used[self.members[0].index] and not self.misfits:
@@ -63,7 +63,7 @@ class SparseBucket(Bucket):
         if grad is None:
             return _no_rows(member)
         member.param.grad = None
-        self.contributors.add(self.members[0].index)
+        self.contributors = self.indices
         self._was_dense = self._was_dense or not grad.is_sparse
         return (grad if grad.is_sparse else grad.to_sparse(1)).coalesce()
 

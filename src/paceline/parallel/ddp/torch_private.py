@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from paceline.parallel.reducer import Reducer
+from paceline.parallel.reducer.reducer import Reducer
 
 
 class Absent:

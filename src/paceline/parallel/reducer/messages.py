@@ -8,22 +8,23 @@ from collections.abc import Container, Sequence
 
 import torch.distributed as dist
 
-from paceline.parallel.bucket import Bucket
-from paceline.parallel.control import Control, PendingControl, digest_of
-from paceline.parallel.explain import Explained, raise_first_difference, raise_if_some_failed
+from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.fields import have_grad, trainable
-from paceline.parallel.registry import Registry
+from paceline.parallel.reducer.control import Control, PendingControl
+from paceline.parallel.reducer.explain import Explained, raise_first_difference, raise_if_some_failed
+from paceline.parallel.replicas.digests import digest_of
+from paceline.parallel.replicas.registry import Registry
 
 
 class Messages:
     """The control messages of one reducer.
 
     Attributes:
-        trainable: which parameters trained when the last message was sent.
+        trainable: by parameter, 1 where it trained when the last message was sent.
     """
 
     def __init__(self, registry: Registry, group: dist.ProcessGroup) -> None:
-        self.trainable: tuple[bool, ...] = ()
+        self.trainable = b""
         self._registry = registry
         self._group = group
         self._state: object = None  # of which ``_digest`` was made
@@ -49,7 +50,7 @@ class Messages:
             is_recast: whether parameters are no longer of these kinds.
             num_failed: how many backwards have raised an error here.
         """
-        is_late = [bucket.is_late() for bucket in buckets]
+        is_late = bytes(bucket.is_late() for bucket in buckets)
         is_changed = is_recast or self._registry.has_changed()
         mine = Control(self._has_gradient(buckets, planned, any(is_late)), is_late, is_changed)
         self.trainable = trainable(self._registry.params)
@@ -77,22 +78,25 @@ class Messages:
             states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
             raise_first_difference(self._registry.names, states, self._group)
 
-    def _has_gradient(self, buckets: Sequence[Bucket], planned: Container[int], some_are_late: bool) -> list[bool]:
-        """By parameter, whether this rank has a gradient of it that is to be averaged.
+    def _has_gradient(self, buckets: Sequence[Bucket], planned: Container[int], some_are_late: bool) -> bytes:
+        """By parameter, 1 where this rank has a gradient of it that is to be averaged.
 
         A frozen parameter may keep one of earlier times: averaged as long as the plan has it, then left alone.
         """
         params = self._registry.params
-        has = [False] * len(params)
-        num_planned = sum(len(bucket.indices) for bucket in buckets)
-        if some_are_late or num_planned < len(params):
-            has = have_grad(params)
-            for index in itertools.compress(range(len(has)), list(has)):
+        is_all_planned = sum(len(bucket.indices) for bucket in buckets) == len(params)
+        if is_all_planned and not some_are_late:
+            if all(len(bucket.contributors) == len(bucket.indices) for bucket in buckets):  # the common case
+                return b"\1" * len(params)
+            has = bytearray(len(params))
+        else:
+            has = bytearray(have_grad(params))
+            for index in itertools.compress(range(len(has)), bytes(has)):
                 has[index] = params[index].requires_grad or id(params[index]) in planned
         for bucket in buckets:
             for index in bucket.contributors:
-                has[index] = True
-        return has
+                has[index] = 1
+        return bytes(has)
 
     def _explained(self) -> Explained:
-        return Explained(None, None, dist.get_world_size(self._group))
+        return Explained(None, (), dist.get_world_size(self._group))

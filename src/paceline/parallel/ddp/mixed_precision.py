@@ -16,7 +16,7 @@ from torch.distributed.utils import _cast_forward_inputs
 from torch.func import functional_call
 from torch.nn import Module
 
-from paceline.parallel.comm_hooks import GradBucket, Hook
+from paceline.parallel.buckets.hooked import GradBucket, Hook
 
 
 class LowPrecision:

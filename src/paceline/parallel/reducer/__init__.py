@@ -1,0 +1,1 @@
+"""The reducer: averages gradients over the ranks while backward still computes others."""
