@@ -5,6 +5,8 @@
 Runs ``torchrun`` and ``paceline run`` in turns, so that both see the same machine, and prints the medians. *reduced* is
 when the last rank has the sum, *ended* when the command has, without the pause in which memory is read; both count from
 the command. Memory is that of all processes of the launch while the ranks wait, a page that several share counted once.
+
+The last result, with its machine, is in docs/performance.md.
 """
 
 import argparse
