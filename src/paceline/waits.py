@@ -33,12 +33,14 @@ class Wait:
     Args:
         what: is waited for.
         who: has not come, or why it is not done.
-        since_s: on the clock that all processes of a host share; with it, a thread's wait is told from its others.
+        since_s: on the clock that all processes of a host share.
+        thread: the ``threading.get_ident()`` of the one that waits.
     """
 
     what: str
     who: str
     since_s: float
+    thread: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,10 @@ class Words:
     fd: int
     main_thread: int
     waits: list[Wait] = field(default_factory=list)
+
+    def of_main_thread(self) -> list[Wait]:
+        """The main thread's wait, if it has one. Others may wait for what need never come."""
+        return [wait for wait in self.waits if wait.thread == self.main_thread]
 
 
 class Page:
@@ -127,7 +133,7 @@ def note(what: str, who: str, waited_s: float) -> None:
     with _lock:
         known = _waits.get(thread)
         since_s = known.since_s if known is not None else time.monotonic() - waited_s
-        wait = Wait(what[:_MOST_CHARACTERS], who[:_MOST_CHARACTERS], since_s)
+        wait = Wait(what[:_MOST_CHARACTERS], who[:_MOST_CHARACTERS], since_s, thread)
         if wait != known:
             _waits[thread] = wait
             _write()

@@ -25,6 +25,7 @@ def test_the_flags_are_these():
         ["--local-addr", "--local_addr"],
         ["--max-restarts", "--max_restarts"],
         ["--grace", "--shutdown-timeout", "--shutdown_timeout"],
+        ["--hang-timeout"],
         ["--signals-to-handle", "--signals_to_handle"],
         ["--log-dir", "--log_dir"],
         ["--redirects", "-r"],

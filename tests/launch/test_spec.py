@@ -25,11 +25,16 @@ def test_a_good_spec_is_a_frozen_value(tmp_path):
         ({"master_port": -1}, "expected a port from 1 to 65535, or 0 for any free one, but got -1; leave"),
         ({"grace_s": -1.0}, "expected a grace of 0 seconds or more, but got -1"),
         ({"grace_s": float("nan")}, "expected a grace of 0 seconds or more, but got nan"),
+        ({"hang_timeout_s": -1.0}, "expected a hang timeout of more than 0 seconds, or 0 for none, but got -1"),
+        (
+            {"hang_timeout_s": 1.0, "is_module": False, "is_command": True},
+            "--hang-timeout looks at the stacks of Python, which a program that is started with --no-python need not",
+        ),
     ],
 )
 def test_a_value_out_of_range_is_named(change, message):
     with pytest.raises(LaunchError) as caught:
-        LaunchSpec("module", is_module=True, **change)
+        LaunchSpec("module", **{"is_module": True, **change})
     assert str(caught.value).startswith(message)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from paceline import waits
 from paceline.errors import PeerError, RendezvousError, WorldError
 from paceline.rendezvous.peers import Peer, name_ranks
 
@@ -112,19 +113,29 @@ class Meeting:
             PeerError: one of them left or died, or the store is gone.
         """
         keys = [f"{key}/{rank}" for rank in ranks]
-        now = time.monotonic()
+        start = now = time.monotonic()
         deadline, next_look, pause_s = now + timeout_s, now, 0.0002
         with self._store_answers():
-            while not self.store.check(keys):
-                now = time.monotonic()
-                if now >= next_look:
-                    missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-                    (look or (lambda ranks: self._check_there(ranks, key)))(missing)
-                    if missing and now >= deadline:
-                        raise late(name_ranks(missing))
-                    next_look = min(now + _LOOK_S, max(now, deadline))
-                time.sleep(pause_s)
-                pause_s = min(pause_s * 1.5, 0.02)
+            try:
+                while not self.store.check(keys):
+                    now = time.monotonic()
+                    if now >= next_look:
+                        missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
+                        (look or (lambda ranks: self._check_there(ranks, key)))(missing)
+                        if missing and now >= deadline:
+                            raise late(name_ranks(missing))
+                        self._tell_launcher(key, missing, now - start)
+                        next_look = min(now + _LOOK_S, max(now, deadline))
+                    time.sleep(pause_s)
+                    pause_s = min(pause_s * 1.5, 0.02)
+            finally:
+                waits.forget()
+
+    def _tell_launcher(self, key: str, missing: list[int], waited_s: float) -> None:
+        if missing and waits.is_told(waited_s):
+            what = "the first meeting" if key == "joined" else key.replace("/#", " number ")
+            who = f"{name_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not come to it"
+            waits.note(f"{what} of {self.world_size} ranks", who, waited_s)
 
     def read(self, key: str, rank: int) -> str:
         """What ``rank`` announced with ``key``."""

@@ -22,6 +22,7 @@ from paceline.errors import CollectiveTimeoutError, PeerError
 from paceline.rendezvous.peers import name_ranks
 
 _LOOK_S = 0.1  # between two looks at the peers
+_FEW = 8  # ranks that are named one by one
 _DOUBT_S = 0.25  # how long news of a peer that is gone may be on its way
 
 # Operations, each with the ranks that have something to do still before it can be done.
@@ -71,7 +72,8 @@ class Lookout:
     def tell(self, operation: Operation, waited_s: float) -> None:
         """Let the launcher know of a wait for ``operation`` that takes long."""
         if waits.is_told(waited_s):
-            group = f"the group of {name_ranks(self._ranks)}"
+            few = len(self._ranks) <= _FEW
+            group = f"the group of {name_ranks(self._ranks)}" if few else f"a group of {len(self._ranks)} ranks"
             waits.note(f"{operation.call}, call number {operation.number} of {group}", self._who(operation), waited_s)
 
     def _fail_of(self, doomed: Operation, error: PeerError, operation: Operation, is_done: Callable[[], bool]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from paceline.launch.hangs.stacks import Answer, parse
@@ -39,9 +39,9 @@ class Status(dict[str, str]):
 
 
 def survives(pid: int, signum: int) -> bool:
-    """Whether ``signum`` would not be the end of ``pid`` by the kernel's own doing."""
+    """Whether ``pid`` handles or ignores ``signum``. To hold it back is not enough: shells do so for a moment."""
     status = Status(pid, pid)
-    return any(status.has(which, signum) for which in ("SigCgt", "SigIgn", "SigBlk"))
+    return status.has("SigCgt", signum) or status.has("SigIgn", signum)
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,21 @@ class _Asked:
 
 
 class Inquiry:
-    """Asks all ranks of ``life`` that run; ``on_answered`` is called once with what they said.
+    """Asks the ranks of ``life`` that run; ``on_answered`` is called once with what they said.
 
     Args:
+        among: these local ranks only.
         is_command: the ranks run a program of any kind.
     """
 
     def __init__(
-        self, loop: Loop, life: Life, on_answered: Callable[[list[Answer]], None], *, is_command: bool
+        self,
+        loop: Loop,
+        life: Life,
+        on_answered: Callable[[list[Answer]], None],
+        *,
+        among: Collection[int] | None,
+        is_command: bool,
     ) -> None:
         self._loop = loop
         self._life = life
@@ -70,6 +77,8 @@ class Inquiry:
         self._asked: dict[int, _Asked] = {}
         self._deadline = time.monotonic() + _PATIENCE_S
         for local_rank, pid in life.living():
+            if among is not None and local_rank not in among:
+                continue
             page = life.pages[local_rank]
             words = page.read()
             silence = _NOT_PYTHON if is_command else _silence(pid, page, words)
@@ -105,8 +114,11 @@ class Inquiry:
             self._answer(asked.local_rank, silence=f"without an answer within {_PATIENCE_S:g} s: its state is {state}")
             return
         main, threads = parse(dump, words.main_thread)
+        waits = words.of_main_thread()
+        if not waits and main and main[0].module:  # it may itself wait for another thread, as in a backward on a GPU
+            waits = words.waits
         rank = self._life.layout.first_rank + asked.local_rank
-        self._answers[asked.local_rank] = Answer(rank, main, threads, tuple(words.waits))
+        self._answers[asked.local_rank] = Answer(rank, main, threads, tuple(waits))
 
     def _answer(self, local_rank: int, *, silence: str) -> None:
         self._answers[local_rank] = Answer(self._life.layout.first_rank + local_rank, silence=silence)

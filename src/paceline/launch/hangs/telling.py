@@ -3,7 +3,7 @@
 import linecache
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from paceline.launch.failure import name_ranks
@@ -38,18 +38,28 @@ class Whereabouts:
     def tell(self) -> None:
         """Ask the ranks where they are, and say it."""
         self._is_wanted = True
-        self._ask()
-
-    def _ask(self) -> None:
         if self._inquiry is None:
-            self._inquiry = Inquiry(self._loop, self._life, self._hear, is_command=self._spec.is_command)
+            if self._watch is not None:
+                self._watch.refresh()
+            self._ask(None)
 
-    def _hear(self, answers: list[Answer]) -> None:
-        self._inquiry = None
+    def _ask(self, among: Collection[int] | None) -> None:
+        """Ask these local ranks, or all."""
+
+        def hear(answers: list[Answer]) -> None:
+            self._inquiry = None
+            self._hear(answers, is_all=among is None)
+
+        self._inquiry = Inquiry(self._loop, self._life, hear, among=among, is_command=self._spec.is_command)
+
+    def _hear(self, answers: list[Answer], *, is_all: bool) -> None:
         hanging: Sequence[int] = ()
         if self._watch is not None:
-            answers, hanging = self._watch.hear(answers, linecache.getline)
+            answers, hanging = self._watch.hear(answers, linecache.getline, is_all=is_all)
         if not hanging and not self._is_wanted:
+            return
+        if not is_all:
+            self._ask(None)
             return
         self._is_wanted = False
         linecache.checkcache()
