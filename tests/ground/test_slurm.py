@@ -1,14 +1,15 @@
-"""Plain ``srun python script.py``, under real daemons of Slurm."""
+"""Plain ``srun python script.py``, and ``srun paceline run script.py``, under real daemons of Slurm."""
 
 import json
 import pathlib
 import re
+import socket
 import subprocess
 
 import pytest
 
 from paceline.rendezvous.slurm_nodes import address_of_node
-from support.commands import start, wait_until, write_script
+from support.commands import PACELINE, start, wait_until, write_script
 from support.slurm import slurm
 
 BATCH_FILE = pathlib.Path(__file__).parents[2] / "examples" / "train.sbatch"
@@ -32,6 +33,23 @@ with paceline.init(timeout=40) as world:
     place = world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank, world.num_nodes
     sys.stdout.write(json.dumps([*place, world.backend, total.item()]) + "\\n")
     sys.stdout.flush()
+    world.barrier()
+"""
+
+# Writes down each rank's place in each life; rank 3 exits with 7 at its end if there is a second argument.
+LAUNCHED = """
+import json, os, pathlib, sys
+import torch, torch.distributed as dist
+import paceline
+with paceline.init(timeout=40) as world:
+    total = torch.tensor([float(world.rank + 1)])
+    dist.all_reduce(total)
+    place = world.rank, world.world_size, world.local_rank, world.local_world_size, world.node_rank, world.num_nodes
+    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    pathlib.Path(sys.argv[1], f"{life} {world.rank}").write_text(json.dumps([*place, world.backend, total.item()]))
+    world.barrier()
+    if len(sys.argv) > 2 and world.rank == 3:
+        sys.exit(7)
     world.barrier()
 """
 
@@ -100,6 +118,39 @@ def test_two_jobs_and_two_steps_of_a_job_run_beside_each_other_on_one_node(clust
     first, second = [lines_of(job) for job in jobs]
     assert second == expect_ranks(1, 2, "shm")
     assert first == sorted(expect_ranks(1, 2, "shm") * 2)
+
+
+def written_in(folder, life=0):
+    """What the ranks of a life have written, in order."""
+    return sorted(json.loads(path.read_text()) for path in folder.glob(f"{life} *"))
+
+
+def test_srun_paceline_run_is_a_launcher_a_host_or_where_a_host_has_several_tasks_a_rank_a_task(cluster, tmp_path):
+    launch = [*PACELINE, "run", "-n2", "--max-restarts=1", write_script(tmp_path, LAUNCHED)]
+    folders = {name: tmp_path / name for name in ("hosts", "tasks", "batch")}
+    for folder in folders.values():
+        folder.mkdir()
+    batch = ["sbatch", "--wait", "-N2", "-n4", f"--output={tmp_path / 'said'}"]
+    commands = {
+        "hosts": ["srun", "-N2", "--ntasks-per-node=1", *launch, str(folders["hosts"]), "fail"],
+        "tasks": ["srun", "-N2", "--ntasks-per-node=2", *launch, str(folders["tasks"])],
+        "batch": [*batch, f"--wrap={' '.join(launch)} {folders['batch']}"],  # no step, so a launch of its host alone
+    }
+    processes = {name: start(command, env=cluster.env) for name, command in commands.items()}
+    said = {name: process.communicate(timeout=90)[1] for name, process in processes.items()}
+    assert {name: process.returncode for name, process in processes.items()} == {"hosts": 7, "tasks": 0, "batch": 0}, (
+        said
+    )
+    assert written_in(folders["hosts"], life=0) == written_in(folders["hosts"], life=1) == expect_ranks(2, 2, "hier")
+    assert written_in(folders["tasks"]) == expect_ranks(2, 2, "hier")
+    assert written_in(folders["batch"]) == expect_ranks(1, 2, "shm")
+    for line, (of_hosts, of_tasks) in {  # what all launchers know is said once in each life
+        "paceline: 4 ranks on 2 hosts, which meet at 127.0.0.1 port ": (2, 1),
+        f"paceline: on {socket.gethostname()}:\n": (2, 0),
+        "paceline: rank 3 failed first, exit code 7\n": (2, 0),
+        "paceline: all ranks start again (restart 1 of 1)\n": (1, 0),
+    }.items():
+        assert (said["hosts"].count(line), said["tasks"].count(line)) == (of_hosts, of_tasks), said
 
 
 def cut_wait_short(cluster, job):

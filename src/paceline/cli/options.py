@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from paceline.errors import LaunchError
@@ -12,6 +13,7 @@ from paceline.launch.hosts.exports import exported
 from paceline.launch.hosts.hostfile import HostSpec, parse_hosts, read_hostfile
 from paceline.launch.hosts.job import Job
 from paceline.launch.hosts.layout import LOOPBACK
+from paceline.launch.hosts.slurm_step import Step, read_step
 from paceline.launch.hosts.ssh import current_folder
 from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from paceline.launch.spec import LaunchSpec, NodesSpec, check_signals
@@ -26,26 +28,36 @@ def spec_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Lau
     for name, what in (("logs_specs", "--logs-specs"), ("event_log_handler", "--event-log-handler")):
         if given[name] not in (None, "", "null", "default"):
             raise LaunchError(f"{what} {given[name]}: plugins of torchrun's do not run here; leave it out")
-    num_nodes, num_ranks = given["nnodes"], given["num_ranks"] or "1"
+    num_nodes, num_ranks = given["nnodes"], given["num_ranks"]
     if given["num_gpus"] is not None:
         num_nodes, num_ranks = given["num_ranks"] or num_nodes, str(given["num_gpus"])
+    step = None if given["standalone"] or _tells_of_hosts(num_nodes, given) else read_step(os.environ)
+    if step is not None:
+        num_ranks = step.num_ranks(num_ranks)
+    port = given["master_port"] or 0
+    if given["standalone"]:
+        nodes = NodesSpec()
+    elif step is not None and step.placement.world_size > 1:
+        nodes, port = _nodes_of_step(step, given), port or step.placement.port or 0
+    else:
+        nodes = _nodes_of(num_nodes or "1", given)
     return LaunchSpec(
         script,
         args,
         is_module=given["module"],
         is_command=given["no_python"] and not given["run_path"],
-        num_ranks=resolve_num_ranks(num_ranks),
-        master_port=given["master_port"] or 0,
+        num_ranks=resolve_num_ranks(num_ranks or "1"),
+        master_port=port,
         grace_s=given["grace_s"],
         max_restarts=given["max_restarts"],
         role=given["role"],
-        has_virtual_local_rank=given["virtual_local_rank"],
+        has_virtual_local_rank=given["virtual_local_rank"] or (step is not None and step.binds_gpus),
         numa_binding=given["numa_binding"] or "",
         signals=_signals_of(given),
         report_path=given["report_path"],
         hang_timeout_s=given["hang_timeout_s"],
         logs=_logs_of(given),
-        nodes=NodesSpec() if given["standalone"] else _nodes_of(num_nodes, given),
+        nodes=nodes,
     )
 
 
@@ -85,10 +97,10 @@ def job_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Job 
 def _check_beside_hosts(given: Mapping[str, Any], hosts: Sequence[HostSpec]) -> None:
     """What several launchers must be told, one for all of them finds out."""
     own = {
-        "nnodes": "1",
-        "node_rank": 0,
+        "nnodes": None,
+        "node_rank": None,
         "master_addr": None,
-        "rdzv_backend": "static",
+        "rdzv_backend": None,
         "rdzv_endpoint": "",
         "rdzv_conf": "",
         "local_addr": "",
@@ -127,6 +139,18 @@ def _logs_of(given: Mapping[str, Any]) -> LogSpec:
     )
 
 
+def _tells_of_hosts(num_nodes: str | None, given: Mapping[str, Any]) -> bool:
+    """Whether the command line says which hosts there are, so that Slurm is not asked."""
+    return num_nodes is not None or any(
+        given[name] not in (None, "") for name in ("node_rank", "rdzv_backend", "rdzv_endpoint")
+    )
+
+
+def _nodes_of_step(step: Step, given: Mapping[str, Any]) -> NodesSpec:
+    nodes = step.nodes(given["rdzv_id"], given["rdzv_conf"], given["local_addr"])
+    return replace(nodes, address=given["master_addr"]) if given["master_addr"] else nodes
+
+
 def _nodes_of(num_nodes: str, given: Mapping[str, Any]) -> NodesSpec:
     least, _, most = num_nodes.partition(":")
     try:
@@ -135,8 +159,8 @@ def _nodes_of(num_nodes: str, given: Mapping[str, Any]) -> NodesSpec:
         raise LaunchError(f"expected --nnodes N or LEAST:MOST, but got {num_nodes!r}") from None
     return NodesSpec(
         *bounds,
-        node_rank=given["node_rank"],
-        backend=given["rdzv_backend"],
+        node_rank=given["node_rank"] or 0,
+        backend=given["rdzv_backend"] or "static",
         endpoint=given["rdzv_endpoint"],
         run_id="" if given["rdzv_id"] == "none" else given["rdzv_id"],
         conf=given["rdzv_conf"],

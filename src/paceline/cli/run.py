@@ -28,10 +28,10 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
     metavar="N|auto|cpu|gpu",
     envvar="PET_NPROC_PER_NODE",
     help="Ranks on this host: a number, one a usable core, one a GPU, or (auto) one a GPU where there are any. "
-    "[default: 1]",
+    "[default: 1; under srun, one a GPU of the step]",
 )
-@_option("--nnodes", default="1", metavar="N|LEAST:MOST", help="Hosts, each with a launcher of its own.")
-@_option("--node-rank", "-nr", default=0, metavar="R", help="This host's number, from 0, with a static rendezvous.")
+@_option("--nnodes", metavar="N|LEAST:MOST", help="Hosts, each with a launcher of its own. [default: srun's, or 1]")
+@_option("--node-rank", "-nr", type=int, metavar="R", help="This host's number, from 0, with a static rendezvous.")
 @click.option(
     "-g",
     "--gpus",
@@ -43,7 +43,7 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--master-addr", metavar="HOST", help="Address of host 0, for a static rendezvous.")
 @_option("--master-port", type=int, metavar="PORT", help="Port on which the ranks meet. [default: any free one]")
 @_option("--standalone", is_flag=True, help="One host, whatever else is said of the rendezvous.")
-@_option("--rdzv-backend", default="static", show_default=True, help="How hosts meet: static, c10d, ...")
+@_option("--rdzv-backend", help="How hosts meet: static, c10d, ... [default: static]")
 @_option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where hosts meet.")
 @_option("--rdzv-id", default="", help="Tells this job from others at the same endpoint.")
 @_option("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="Further settings of the rendezvous.")

@@ -75,6 +75,7 @@ class Terminal:
         return self._outlets
 
     def meet(self, spec: LaunchSpec, run_id: str, launcher: Launcher) -> Rendezvous:
+        self._speaks_for_all = not spec.nodes.shares_output or spec.nodes.node_rank == 0
         meet = OneHost if spec.nodes.is_alone else SeveralHosts
         return meet(spec, run_id, launcher)
 
@@ -85,7 +86,8 @@ class Terminal:
         say(self._outlets, text, in_color=in_color)
 
     def sum_up(self, text: str, *, in_color: bool = False) -> None:
-        self.say(text, in_color=in_color)
+        if self._speaks_for_all:
+            self.say(text, in_color=in_color)
 
     def life_ended(self, layout: Layout, endings: Sequence[Ending], logs: str) -> None:
         pass

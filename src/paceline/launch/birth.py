@@ -29,13 +29,15 @@ class Nursery:
         spec, layout = self._spec, life.layout
         environment = rank_environment(layout, local_rank, role=spec.role, max_restarts=spec.max_restarts)
         if spec.has_virtual_local_rank:
-            environment = virtual_local_rank(environment, os.environ)
+            environment = virtual_local_rank(environment, local_rank, os.environ)
         channels, writers = self._open_channels(life, local_rank)
         reader, report = os.pipe()
         os.set_blocking(reader, False)
         page = Page.make()
         life.attach(local_rank, channels, reader, page)
-        args = local_rank_args(self._option, spec.args, 0 if spec.has_virtual_local_rank else local_rank)
+        args = local_rank_args(
+            self._option, spec.args, 0 if spec.has_virtual_local_rank else layout.first_local_rank + local_rank
+        )
         self._server.bear(
             Birth(
                 local_rank,
@@ -62,10 +64,11 @@ class Nursery:
                 channels.append(Channel(reader, rank, outlet))
                 writers.update(dict.fromkeys(outlet.streams, writer))
             return channels, writers
+        on_host = life.layout.first_local_rank + local_rank
         for stream in STREAMS:
-            is_shown = self._spec.logs.is_shown(local_rank, stream)
+            is_shown = self._spec.logs.is_shown(on_host, stream)
             shown_by = next((outlet for outlet in self._outlets if is_shown and stream in outlet.streams), None)
             reader, writers[stream] = open_channel(shown_by)
-            file = self._logs.open(life.layout.life, local_rank, rank, stream)
+            file = self._logs.open(life.layout.life, on_host, rank, stream)
             channels.append(Channel(reader, rank, shown_by, file))
         return channels, writers

@@ -32,6 +32,8 @@ class NodesSpec:
         conf: of the rendezvous, as torch.distributed.elastic takes it.
         address: of the first host, where the rendezvous is static.
         local_address: of this host, as the others reach it; empty to find out.
+        host: what the launchers of one host have in common; empty where no host has several.
+        shares_output: all launchers write to one place, so that what all of them know is said by one.
     """
 
     least: int = 1
@@ -43,6 +45,8 @@ class NodesSpec:
     conf: str = ""
     address: str = LOOPBACK
     local_address: str = ""
+    host: str = ""
+    shares_output: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:

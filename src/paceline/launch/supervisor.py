@@ -122,7 +122,8 @@ class _Supervisor:
             with listener:
                 self._server.host_store(listener, layout.address, layout.port)
         if hosts:
-            self._audience.sum_up(describe_layout(layout, hosts, own=layout.node_rank))
+            own = None if self._spec.nodes.shares_output else layout.node_rank
+            self._audience.sum_up(describe_layout(layout, hosts, own=own))
         self._num_lives = layout.life + 1
         self._speakers.num_ranks = layout.world_size
         self._peer_failure, self._is_changing = None, False
@@ -187,7 +188,7 @@ class _Supervisor:
         else:
             self._restarts_left -= 1
             number = self._spec.max_restarts - self._restarts_left
-            self._audience.sum_up(self._describe(life), in_color=True)
+            self._tell_failure(life)
             self._audience.sum_up(f"paceline: all ranks start again (restart {number} of {self._spec.max_restarts})\n")
         self._server.sweep()  # the next life begins when that is done
 
@@ -376,9 +377,16 @@ class _Supervisor:
             own = 0 if first is None else first.exit_status
             self._verdict = own if self._peer_failure is None else self._peer_failure["exit_status"]
             if self._verdict:
-                self._audience.sum_up(self._describe(life), in_color=True)
+                self._tell_failure(life)
         if self._spec.report_path and life is not None:
             self._write_report(life)
+
+    def _tell_failure(self, life: Life) -> None:
+        """Of several launchers that are read together, the one whose rank has failed first tells: it knows most."""
+        if not self._spec.nodes.shares_output:
+            self._audience.sum_up(self._describe(life), in_color=True)
+        elif self._peer_failure is None:
+            self._audience.say(f"paceline: on {socket.gethostname()}:\n{self._describe(life)}", in_color=True)
 
     def _describe(self, life: Life) -> str:
         """How a life has failed; where another host failed first, that."""

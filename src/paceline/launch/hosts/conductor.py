@@ -22,7 +22,7 @@ from paceline.launch.failure import describe_layout
 from paceline.launch.hosts.conducted import TICK_S
 from paceline.launch.hosts.gathering import Gathering, Place
 from paceline.launch.hosts.job import Job
-from paceline.launch.hosts.layout import LOOPBACK, Layout
+from paceline.launch.hosts.layout import LOOPBACK, Layout, place_among
 from paceline.launch.hosts.line import Line
 from paceline.launch.hosts.preflight import why_lost
 from paceline.launch.hosts.tally import Tally
@@ -148,15 +148,11 @@ class _Conductor:
             Layout(
                 run_id=self._run_id,
                 life=life,
-                num_ranks=place.num_ranks,
-                first_rank=place.first_rank,
-                world_size=self._speakers.num_ranks,
-                node_rank=node,
-                num_nodes=len(self._places),
+                **place_among([each.num_ranks for each in self._places], [""] * len(self._places), node),
                 address=LOOPBACK if first is None else first.text,
                 port=self._met[0]["port"],
             )
-            for node, place in enumerate(self._places)
+            for node in range(len(self._places))
         ]
         if life == 0:
             self._say(describe_layout(layouts[0], [str(place) for place in self._places]))

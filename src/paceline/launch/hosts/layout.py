@@ -3,7 +3,7 @@
 A *life* is the time from the start of all ranks to their end; a restart begins the next.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
@@ -16,9 +16,11 @@ class Layout:
     Attributes:
         run_id: of the job, the same in all its lives and on all hosts.
         life: 0 for the first.
-        num_ranks: on this host.
+        num_ranks: of this launcher, which mostly has all ranks of its host.
         first_rank: the lowest of them.
         world_size: ranks on all hosts.
+        first_local_rank: the lowest of this launcher's among those of its host.
+        local_world_size: ranks on this host.
         node_rank, num_nodes: of this host among all.
         address, port: of the store in which the ranks meet.
     """
@@ -28,6 +30,8 @@ class Layout:
     num_ranks: int
     first_rank: int
     world_size: int
+    first_local_rank: int
+    local_world_size: int
     node_rank: int
     num_nodes: int
     address: str
@@ -35,7 +39,38 @@ class Layout:
 
     @classmethod
     def of_one_host(cls, run_id: str, life: int, num_ranks: int, port: int) -> "Layout":
-        return cls(run_id, life, num_ranks, 0, num_ranks, 0, 1, LOOPBACK, port)
+        return cls(run_id, life, num_ranks, 0, num_ranks, 0, num_ranks, 0, 1, LOOPBACK, port)
+
+
+def name_hosts(hosts: Sequence[str]) -> list[str]:
+    """What tells hosts apart, by launcher.
+
+    Args:
+        hosts: what the launchers of one host have in common; empty for one that has a host to itself.
+    """
+    return [host or f"of launcher {number}" for number, host in enumerate(hosts)]
+
+
+def place_among(counts: Sequence[int], hosts: Sequence[str], position: int) -> dict[str, int]:
+    """Where the ranks of one of several launchers are: what the attributes of ``Layout`` of these names say.
+
+    Args:
+        counts: of ranks, by launcher.
+        hosts: as for ``name_hosts``.
+        position: of the launcher that is asked about.
+    """
+    names = name_hosts(hosts)
+    mates = [number for number, name in enumerate(names) if name == names[position]]
+    distinct = list(dict.fromkeys(names))
+    return {
+        "num_ranks": counts[position],
+        "first_rank": sum(counts[:position]),
+        "world_size": sum(counts),
+        "first_local_rank": sum(counts[mate] for mate in mates if mate < position),
+        "local_world_size": sum(counts[mate] for mate in mates),
+        "node_rank": distinct.index(names[position]),
+        "num_nodes": len(distinct),
+    }
 
 
 def shared_environment(current: Mapping[str, str], *, num_ranks: int, num_cores: int, is_alone: bool) -> dict[str, str]:
@@ -60,13 +95,13 @@ def shared_environment(current: Mapping[str, str], *, num_ranks: int, num_cores:
 
 
 def rank_environment(layout: Layout, local_rank: int, *, role: str, max_restarts: int) -> dict[str, str]:
-    """The variables that torchrun would set."""
+    """The variables that torchrun would set for the rank of this number among the launcher's."""
     rank = str(layout.first_rank + local_rank)
     return {
         "RANK": rank,
         "WORLD_SIZE": str(layout.world_size),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(layout.num_ranks),
+        "LOCAL_RANK": str(layout.first_local_rank + local_rank),
+        "LOCAL_WORLD_SIZE": str(layout.local_world_size),
         "GROUP_RANK": str(layout.node_rank),
         "GROUP_WORLD_SIZE": str(layout.num_nodes),
         "ROLE_RANK": rank,
@@ -81,13 +116,13 @@ def rank_environment(layout: Layout, local_rank: int, *, role: str, max_restarts
     }
 
 
-def virtual_local_rank(environment: Mapping[str, str], current: Mapping[str, str]) -> dict[str, str]:
+def virtual_local_rank(environment: Mapping[str, str], local_rank: int, current: Mapping[str, str]) -> dict[str, str]:
     """Have a rank see its own GPU alone, as device 0: what ``--virtual-local-rank`` changes of its ``environment``.
 
     Args:
+        local_rank: its number among the launcher's.
         current: the launcher's own environment, whose CUDA_VISIBLE_DEVICES may name the GPUs in another order.
     """
-    local_rank = int(environment["LOCAL_RANK"])
     visible = [name for name in current.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     mine = visible[local_rank] if local_rank < len(visible) else str(local_rank)
     return {**environment, "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": mine}

@@ -21,7 +21,10 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
+from paceline.launch.hosts.layout import name_hosts, place_among
 from paceline.launch.wire import Message, Receiver, send
+from paceline.ports import spell_endpoint
+from paceline.rendezvous.slurm_nodes import address_of_node
 
 _LOOK_S = 0.2  # between two looks at the other hosts
 _MEET_S = 30.0  # for the others to say how many ranks they have, once all are there
@@ -36,6 +39,9 @@ def serve(connection: socket.socket, nodes: Message, num_ranks: int) -> NoReturn
     # an address that the first one has told in an earlier round.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
+        if nodes["backend"] == "static":
+            host, port = _parse(nodes["endpoint"])
+            nodes = nodes | {"endpoint": spell_endpoint(address_of_node(host), port)}
         _Meeting(connection, nodes, num_ranks).serve()
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -87,20 +93,18 @@ class _Meeting:
         if self._rank == 0:
             listener = _listen(backlog=sum(each["num_ranks"] for each in told))
             self._store.set(f"{self._life}/port", str(listener.getsockname()[1]))
-        counts = [each["num_ranks"] for each in told]
+        counts, keys = [each["num_ranks"] for each in told], [each["host"] for each in told]
         layout = {
             "run_id": self._handler.get_run_id(),
             "life": told[0]["life"],  # a host that has just come has not counted
-            "num_ranks": self._num_ranks,
-            "first_rank": sum(counts[: self._rank]),
-            "world_size": sum(counts),
-            "node_rank": self._rank,
-            "num_nodes": self._num_nodes,
+            **place_among(counts, keys, self._rank),
             "address": told[0]["address"],
             "port": int(self._store.get(f"{self._life}/port")),
         }
-        hosts = [f"{each['name']} ({each['address']})" for each in told]
-        message = {"event": "layout", "layout": layout, "hosts": hosts, "counts": counts}
+        hosts: dict[str, list[Any]] = {}  # what is said of each, and its ranks
+        for each, host in zip(told, name_hosts(keys), strict=True):
+            hosts.setdefault(host, [f"{each['name']} ({each['address']})", 0])[1] += each["num_ranks"]
+        message = {"event": "layout", "layout": layout, "hosts": list(hosts.values())}
         send(self._connection, message, [listener.fileno()] if listener is not None else [])
         if listener is not None:
             listener.close()
@@ -116,6 +120,7 @@ class _Meeting:
         self._store.set_timeout(timedelta(seconds=_MEET_S))
         address = _address_of(self._nodes, self._rank)
         mine = {"num_ranks": self._num_ranks, "address": address, "life": life, "name": socket.gethostname()}
+        mine["host"] = self._nodes["host"]
         self._store.set(f"{self._life}/node/{self._rank}", json.dumps(mine))
         keys = [f"{self._life}/node/{node}" for node in range(self._num_nodes)]
         deadline = time.monotonic() + _MEET_S
@@ -200,11 +205,15 @@ def _handler_of(nodes: Message) -> Any:
     return make()
 
 
-def _resolve(endpoint: str) -> "list[tuple[socket.AddressFamily, Any]]":
-    """Families and addresses of a HOST:PORT; for UDP, in which connecting sends nothing."""
+def _parse(endpoint: str) -> tuple[str, int]:
     from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-    host, port = parse_rendezvous_endpoint(endpoint, _USUAL_PORT)
+    return parse_rendezvous_endpoint(endpoint, _USUAL_PORT)
+
+
+def _resolve(endpoint: str) -> "list[tuple[socket.AddressFamily, Any]]":
+    """Families and addresses of a HOST:PORT; for UDP, in which connecting sends nothing."""
+    host, port = _parse(endpoint)
     with contextlib.suppress(socket.gaierror):  # those who need it will say so
         return [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)]
     return []
@@ -221,12 +230,10 @@ def _is_here(endpoint: str) -> bool:
 
 def _address_of(nodes: Message, node_rank: int) -> str:
     """How the other hosts reach this one: by the interface that leads to where all meet."""
-    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
-
     if nodes["local_address"]:
         return str(nodes["local_address"])
     if nodes["backend"] == "static" and node_rank == 0:
-        return parse_rendezvous_endpoint(nodes["endpoint"], _USUAL_PORT)[0]
+        return _parse(nodes["endpoint"])[0]
     for family, address in _resolve(nodes["endpoint"]):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(address)  # the kernel chooses the interface

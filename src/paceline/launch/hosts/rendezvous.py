@@ -157,7 +157,7 @@ class SeveralHosts:
     def _tell(self, message: Message, fds: list[int]) -> None:
         if message["event"] == "layout":
             listener = socket.socket(fileno=fds[0]) if fds else None
-            hosts = [f"{host}: {count} ranks" for host, count in zip(message["hosts"], message["counts"], strict=True)]
+            hosts = [f"{host}: {count} ranks" for host, count in message["hosts"]]
             self._launcher.on_layout(Layout(**message["layout"]), listener, hosts)
         elif message["event"] == "peer failed":
             self._launcher.on_peer_failed(message["failure"])
