@@ -16,6 +16,8 @@ from typing import NamedTuple
 _MARK = "PACELINE_LAUNCHER"
 # On the command line of a fork server, and so of what it has forked: what stands before the number of its socket.
 _BOOTS = "from paceline.launch.server.forkserver import main"
+# On that of an agent: see launch/conductor/ssh.py.
+_BOOTS_AGENT = "from paceline.cli import main; main(['agent'])"
 
 
 class Stat(NamedTuple):
@@ -134,9 +136,13 @@ def spell_command(argv: Sequence[str]) -> str:
     words = list(argv)
     if [os.path.basename(word) for word in words[1:2]] == ["paceline"]:
         words[:2] = ["paceline"]
-    elif "-c" in words and _BOOTS in "".join(words[words.index("-c") + 1 :][:1]):
+    elif "-c" in words:
         boot = words.index("-c")
-        words[boot : boot + 3] = []  # a fork of the fork server: what is left is the script and what it was given
+        code = "".join(words[boot + 1 :][:1])
+        if _BOOTS in code:
+            words[boot : boot + 3] = []  # a fork of the fork server: what is left is the script and what it was given
+        elif _BOOTS_AGENT in code:
+            words[: boot + 2] = ["paceline", "agent"]
     text = words[0] if len(words) == 1 else shlex.join(words)  # one word with blanks in it is a title, set later
     return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 

@@ -105,6 +105,7 @@ def test_a_launcher_that_may_not_be_seen_counts_as_alive():
 
 
 BOOT = "import sys; from paceline.launch.server.forkserver import main; sys.path.pop(); main()()"
+AGENT = "import sys; from paceline.cli import main; main(['agent'])"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ BOOT = "import sys; from paceline.launch.server.forkserver import main; sys.path
         (["/v/bin/python", "/v/bin/paceline", "run", "-n", "2", "a b.py"], "paceline run -n 2 'a b.py'"),
         (["python", "-m", "paceline", "run", "x.py"], "python -m paceline run x.py"),
         (["/v/bin/python", "-u", "-c", BOOT, "7", "train.py", "--lr", "1"], "/v/bin/python -u train.py --lr 1"),
+        (["python", "-u", "-c", AGENT, "train.py", "--lr", "1"], "paceline agent train.py --lr 1"),
         (["python", "-c", "print(1)\nprint('\x1b[2J')"], "python -c 'print(1) print('\"'\"'?[2J'\"'\"')'"),
         (["a title: with blanks"], "a title: with blanks"),
         (["python", "-c"], "python -c"),

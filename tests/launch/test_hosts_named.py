@@ -8,9 +8,9 @@ import subprocess
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts.exports import exported, of_interpreter
-from paceline.launch.hosts.hostfile import HostSpec, parse_hosts, read_hostfile
-from paceline.launch.hosts.ssh import (
+from paceline.launch.conductor.exports import exported, of_interpreter
+from paceline.launch.conductor.hostfile import HostSpec, parse_hosts, read_hostfile
+from paceline.launch.conductor.ssh import (
     NO_FOLDER,
     NO_INTERPRETER,
     agent_command,

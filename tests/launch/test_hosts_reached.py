@@ -5,6 +5,8 @@ import socket
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch.agent.probing import Door, knock
+from paceline.launch.conductor.preflight import describe_absent, describe_unreached, why_lost, why_no_agent, why_unlike
 from paceline.launch.hosts.addresses import (
     Address,
     candidates_of,
@@ -12,9 +14,6 @@ from paceline.launch.hosts.addresses import (
     interface_variables,
     own_addresses,
 )
-from paceline.launch.hosts.hostfile import HostSpec
-from paceline.launch.hosts.preflight import describe_absent, describe_unreached, why_lost, why_no_agent, why_unlike
-from paceline.launch.hosts.probing import Door, knock
 
 ETH, DOCKER, V6 = Address("10.0.0.1", "eth0"), Address("172.17.0.1", "docker0"), Address("fd00::1", "eth0")
 OTHER, OTHER_V6 = Address("10.0.0.2", "ens3"), Address("fd00::2", "ens3")
@@ -99,18 +98,23 @@ def test_hosts_that_do_not_reach_each_other_are_an_error_that_lists_what_was_tri
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "said", "is_here", "why"),
+    ("exit_code", "said", "ssh", "why"),
     [
-        (91, "sh: cd", False, "there is no folder /w; make it, or name another with --workdir"),
-        (92, "", False, "there is no interpreter /p; install it, or name another with --python"),
-        (255, "banner\nssh: no route\n", False, "ssh: no route; try `ssh b`, and see PACELINE_SSH for options of ssh"),
-        (1, "x\nNo module", False, "/p could not start paceline (exit code 1: No module); install paceline "),
-        (255, "odd", True, "/p could not start paceline (exit code 255: odd); install paceline "),
-        (-9, "", True, "/p could not start paceline (exit code -9: nothing was said); install paceline "),
+        (91, "sh: cd", "ssh b", "there is no folder /w; make it, or name another with --workdir"),
+        (92, "", "ssh b", "there is no interpreter /p; install it, or name another with --python"),
+        (
+            255,
+            "banner\nssh: no route\n",
+            "ssh b",
+            "ssh: no route; see whether `ssh b true` works; PACELINE_SSH may hold options of ssh",
+        ),
+        (1, "x\nNo module", "ssh b", "/p could not start paceline (exit code 1: No module); install paceline "),
+        (255, "odd", "", "/p could not start paceline (exit code 255: odd); install paceline "),
+        (-9, "", "", "/p could not start paceline (exit code -9: nothing was said); install paceline "),
     ],
 )
-def test_why_a_host_has_no_agent(exit_code, said, is_here, why):
-    told = why_no_agent(exit_code, said, host=HostSpec("b"), is_here=is_here, python="/p", folder="/w")
+def test_why_a_host_has_no_agent(exit_code, said, ssh, why):
+    told = why_no_agent(exit_code, said, ssh=ssh, python="/p", folder="/w")
     assert told.startswith(why)
 
 
@@ -120,4 +124,4 @@ def test_all_that_is_wrong_is_told_at_once_and_what_is_alike_on_one_line():
     )
     assert why_unlike("0.0.1").startswith("it has paceline 0.0.1, but here is ")
     assert why_lost("a\nb\n") == "the connection was lost (b)"
-    assert why_lost("") == "the connection was lost (nothing was said)"
+    assert why_lost("") == "the connection was lost"

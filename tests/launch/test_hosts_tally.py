@@ -4,8 +4,8 @@ import json
 import time
 from dataclasses import asdict
 
+from paceline.launch.conductor.tally import Tally
 from paceline.launch.failure import Ending, Report
-from paceline.launch.hosts.tally import Tally
 
 
 def told(*endings):

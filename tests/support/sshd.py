@@ -1,7 +1,7 @@
 """Emulated hosts that ssh reaches: an sshd in each, with keys and settings of its own.
 
-The client's settings name the hosts a, b, c and so on; PACELINE_SSH in ``SshHosts.env`` has it read them. It needs what
-support/hosts.py needs, and openssh-server.
+The client's settings name the hosts a, b, c and so on, and "closed", where nobody listens; PACELINE_SSH in
+``SshHosts.env`` has it read them. It needs what support/hosts.py needs, and openssh-server.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import pathlib
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support.commands import PACELINE, wait_until
@@ -25,12 +25,10 @@ class SshHosts:
 
     Args:
         folder: of keys and settings.
-        servers: the pid of each host's sshd.
     """
 
     hosts: list[Host]
     folder: pathlib.Path
-    servers: list[int] = field(default_factory=list)
 
     @property
     def env(self) -> dict[str, str]:
@@ -63,23 +61,26 @@ def ssh_hosts(count: int, folder: pathlib.Path, *, ipv6: bool = False) -> Iterat
 
     if reason := why_no_sshd():
         pytest.skip(reason)
-    with hosts(count, ipv6=ipv6) as made:
-        _write_settings(folder, made)
-        os.makedirs("/run/sshd", mode=0o755, exist_ok=True)  # where sshd wants an empty folder
-        made_with_ssh = SshHosts(made, folder)
-        for host in made:
-            made_with_ssh.servers.append(_serve(host, folder))
-        yield made_with_ssh
+    servers: list[Any] = []
+    try:
+        with hosts(count, ipv6=ipv6) as made:
+            _write_settings(folder, made)
+            os.makedirs("/run/sshd", mode=0o755, exist_ok=True)  # where sshd wants an empty folder
+            servers += [_serve(host, folder) for host in made]
+            yield SshHosts(made, folder)
+    finally:
+        for server in servers:
+            server.wait(30)  # they have ended with their hosts
 
 
-def _serve(host: Host, folder: pathlib.Path) -> int:
-    """Start the host's sshd; its pid, once it listens."""
+def _serve(host: Host, folder: pathlib.Path) -> Any:
+    """The host's sshd, once it listens."""
     log = folder / f"sshd{host.number}.log"
     with open(log, "w") as said:
         process = host.start([str(_find("sshd")), "-D", "-e", "-f", f"{folder}/server"], stdout=said, stderr=said)
     wait_until(lambda: "Server listening" in log.read_text() or process.poll() is not None)
     assert process.poll() is None, log.read_text()
-    return int(process.pid)
+    return process
 
 
 def _write_settings(folder: pathlib.Path, made: Sequence[Host]) -> None:
@@ -108,6 +109,7 @@ def _write_settings(folder: pathlib.Path, made: Sequence[Host]) -> None:
     }
     (folder / "server").write_text("".join(f"{key} {value}\n" for key, value in server.items()))
     names = "".join(f"Host {chr(ord('a') + host.number)}\n  HostName {host.address}\n" for host in made)
+    names += f"Host closed\n  HostName {made[0].address}\n  Port 1\n"
     (folder / "client").write_text(names + "Host *\n" + "".join(f"  {key} {value}\n" for key, value in client.items()))
 
 

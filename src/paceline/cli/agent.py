@@ -4,10 +4,9 @@ import click
 
 
 @click.command(hidden=True)
-@click.argument("program", nargs=-1, type=click.UNPROCESSED)
-def agent(program: tuple[str, ...]) -> int:  # noqa: ARG001
-    """Serve a conductor at the other end of stdin and stdout. PROGRAM is for those who look for its processes."""
+def agent() -> int:
+    """Serve a conductor at the other end of stdin and stdout."""
     from paceline.cli.options import spec_of
-    from paceline.launch.hosts.agent import serve
+    from paceline.launch.agent.agent import serve
 
     return serve(spec_of)

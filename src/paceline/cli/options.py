@@ -8,13 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import LaunchError
+from paceline.launch.conductor.exports import exported
+from paceline.launch.conductor.hostfile import HostSpec, parse_hosts, read_hostfile
+from paceline.launch.conductor.job import Job
+from paceline.launch.conductor.ssh import current_folder
 from paceline.launch.counts import resolve_num_ranks
-from paceline.launch.hosts.exports import exported
-from paceline.launch.hosts.hostfile import HostSpec, parse_hosts, read_hostfile
-from paceline.launch.hosts.job import Job
 from paceline.launch.hosts.layout import LOOPBACK
+<<<<<<< HEAD
 from paceline.launch.hosts.slurm_step import Step, read_step
 from paceline.launch.hosts.ssh import current_folder
+=======
+>>>>>>> 12f1ade (wip4)
 from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from paceline.launch.spec import LaunchSpec, NodesSpec, check_signals
 

@@ -3,12 +3,13 @@
 Three kinds of process, and each file belongs to one of them. The *supervisor* (the command that the user typed:
 ``supervisor``, ``life``, ``birth``, the rooms ``output`` and ``runs``) forwards output, passes signals on and reports.
 The *fork server* (``server``) imports torch once and forks. A *rank* (``ranks``) is a fork that becomes
-``python script.py``. Where there are several hosts, a process of ``hosts`` meets the others.
+``python script.py``. Where there are several hosts, each with a launcher, a process of ``hosts`` meets the others; or
+one command, the *conductor* (``conductor``), has an *agent* (``agent``) on each, which is its supervisor.
 
 The invariant: nothing survives the launcher, and the first failure is what it says last.
 """
 
-from paceline.launch.hosts.conductor import conduct
+from paceline.launch.conductor.conductor import conduct
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.supervisor import launch
 

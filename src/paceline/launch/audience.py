@@ -1,7 +1,7 @@
 """Whom a launcher tells what its ranks say and how they end, and by whom it meets other hosts.
 
 For a command that was typed here it is the user, at this terminal. For a launcher that was started by a conductor it is
-that: hosts/conducted.py.
+that: agent/conducted.py.
 """
 
 import contextlib

@@ -7,18 +7,19 @@ hosts of a step together.
 import itertools
 import os
 import secrets
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import paceline
 from paceline.errors import LaunchError
+from paceline.launch.conductor.exports import of_interpreter
+from paceline.launch.conductor.hostfile import HostSpec
+from paceline.launch.conductor.job import Job
+from paceline.launch.conductor.line import Line
+from paceline.launch.conductor.preflight import describe_absent, describe_unreached, why_lost, why_no_agent, why_unlike
+from paceline.launch.conductor.ssh import agent_command, is_this_machine, own_ssh, ssh_command
 from paceline.launch.hosts.addresses import Address, candidates_of, choose_addresses, system_interfaces
-from paceline.launch.hosts.exports import of_interpreter
-from paceline.launch.hosts.hostfile import HostSpec
-from paceline.launch.hosts.job import Job
-from paceline.launch.hosts.line import Line
-from paceline.launch.hosts.preflight import describe_absent, describe_unreached, why_lost, why_no_agent, why_unlike
-from paceline.launch.hosts.ssh import agent_command, is_this_machine, ssh_command
 from paceline.launch.wire import Message
 
 
@@ -103,11 +104,9 @@ class Gathering:
         for line, (host, is_here) in zip(self._lines, self._hosts(), strict=True):
             hello = self._answers.get(line.node_rank)
             if hello is None:
-                python, folder = self._job.python[0], self._job.folder
-                code = line.exit_code or 0
-                problems[host.target] = why_no_agent(
-                    code, line.said, host=host, is_here=is_here, python=python, folder=folder
-                )
+                ssh = "" if is_here else shlex.join([*own_ssh(os.environ), host.target])
+                code, python, folder = line.exit_code or 0, self._job.python[0], self._job.folder
+                problems[host.target] = why_no_agent(code, line.said, ssh=ssh, python=python, folder=folder)
             elif hello["version"] != paceline.__version__:
                 problems[host.target] = why_unlike(hello["version"])
         self._refuse(problems)

@@ -8,7 +8,7 @@ import os
 import subprocess
 from collections.abc import Callable, Sequence
 
-from paceline.launch.hosts.hostfile import HostSpec
+from paceline.launch.conductor.hostfile import HostSpec
 from paceline.launch.loop import READ, WRITE, Loop
 from paceline.launch.wire import Decoder, Message, encode
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts.hostfile import HostSpec
+from paceline.launch.conductor.hostfile import HostSpec
 
 # What the agent's shell ends with where it cannot start it. ssh itself ends with 255.
 NO_FOLDER, NO_INTERPRETER, SSH_FAILED = 91, 92, 255
@@ -57,13 +57,21 @@ def ssh_command(host: HostSpec, command: Sequence[str], environ: Mapping[str, st
     Raises:
         LaunchError: PACELINE_SSH cannot be read.
     """
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    return [*own_ssh(environ), *options, "-T", host.target, shlex.join(command)]
+
+
+def own_ssh(environ: Mapping[str, str]) -> list[str]:
+    """The user's own ssh.
+
+    Raises:
+        LaunchError: PACELINE_SSH cannot be read.
+    """
     try:
-        ssh = shlex.split(environ.get("PACELINE_SSH", "")) or ["ssh"]
+        return shlex.split(environ.get("PACELINE_SSH", "")) or ["ssh"]
     except ValueError as error:
         text = environ["PACELINE_SSH"]
         raise LaunchError(f"PACELINE_SSH={text!r} cannot be read as a shell reads it: {error}") from None
-    options = [word for option in _OPTIONS for word in ("-o", option)]
-    return [*ssh, *options, "-T", host.target, shlex.join(command)]
 
 
 def is_this_machine(host: HostSpec, own_addresses: Sequence[str]) -> bool:

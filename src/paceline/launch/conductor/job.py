@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.hosts.hostfile import HostSpec
+from paceline.launch.conductor.hostfile import HostSpec
 
 
 @dataclass(frozen=True)

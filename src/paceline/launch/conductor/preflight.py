@@ -3,26 +3,25 @@
 from collections.abc import Mapping, Sequence
 
 import paceline
+from paceline.launch.conductor.ssh import NO_FOLDER, NO_INTERPRETER, SSH_FAILED
 from paceline.launch.hosts.addresses import Addresses
-from paceline.launch.hosts.hostfile import HostSpec
-from paceline.launch.hosts.ssh import NO_FOLDER, NO_INTERPRETER, SSH_FAILED
 
 
-def why_no_agent(exit_code: int, said: str, *, host: HostSpec, is_here: bool, python: str, folder: str) -> str:
+def why_no_agent(exit_code: int, said: str, *, ssh: str, python: str, folder: str) -> str:
     """Why no agent has come up.
 
     Args:
         exit_code: of ssh, or of the agent's shell.
         said: what they have said.
-        is_here: the host is this machine, so that there was no ssh.
+        ssh: what connects to the host; empty where it is this machine, so that there was no ssh.
     """
     last = (said.splitlines() or ["nothing was said"])[-1].strip()
     if exit_code == NO_FOLDER:
         return f"there is no folder {folder}; make it, or name another with --workdir"
     if exit_code == NO_INTERPRETER:
         return f"there is no interpreter {python}; install it, or name another with --python"
-    if exit_code == SSH_FAILED and not is_here:
-        return f"{last}; try `ssh {host.target}`, and see PACELINE_SSH for options of ssh"
+    if exit_code == SSH_FAILED and ssh:
+        return f"{last}; see whether `{ssh} true` works; PACELINE_SSH may hold options of ssh"
     return (
         f"{python} could not start paceline (exit code {exit_code}: {last}); install paceline {paceline.__version__} "
         "there, or name another interpreter with --python"
@@ -36,8 +35,8 @@ def why_unlike(version: str) -> str:
 
 def why_lost(said: str) -> str:
     """That a host has gone, and what ssh, or its agent, said last."""
-    last = said.splitlines()[-1:] or ["nothing was said"]
-    return f"the connection was lost ({last[0].strip()})"
+    last = said.splitlines()[-1:]
+    return f"the connection was lost ({last[0].strip()})" if last else "the connection was lost"
 
 
 def describe_absent(problems: Mapping[str, str], num_hosts: int) -> str:

@@ -4,7 +4,7 @@
                                                             hello (paceline's version)
     prepare (script, options, variables, a secret)          prepared (ranks, addresses, port), or refused (why)
     probe (addresses of other hosts)                        probed (which answered)
-    start (its address, the conductor's streams)            what hosts/conducted.py says, then over (exit status)
+    start (its address, the conductor's streams)            what agent/conducted.py says, then over (exit status)
 
 Nothing of the user's runs before "start". When the connection is lost, it ends.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 import paceline
 from paceline.errors import LaunchError
+from paceline.launch.agent.conducted import Conducted
+from paceline.launch.agent.probing import Door, knock
 from paceline.launch.hosts.addresses import Address, interface_variables, own_addresses, system_interfaces
-from paceline.launch.hosts.conducted import Conducted
-from paceline.launch.hosts.probing import Door, knock
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.supervisor import launch
 from paceline.launch.wire import Decoder, Message, encode, write_all
