@@ -1,9 +1,22 @@
-"""What a process group tells of itself, for those who make another like it."""
+"""Process groups: reducing over one at little cost, and what it tells of itself to those who make another like it.
+
+The invariant: what c10d refuses is refused.
+"""
 
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+
+def start_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> dist.Work:
+    """``dist.all_reduce(tensor, op, group, async_op=True)``, without what it looks up on the way, which takes 10 us."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(op)
+    options.asyncOp = True
+    return group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], options)
 
 
 def cpu_backend_of(parent: dist.ProcessGroup) -> str:

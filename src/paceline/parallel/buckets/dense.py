@@ -28,6 +28,7 @@ from torch import Tensor
 from paceline.parallel.buckets.bucket import Bucket, Member
 from paceline.parallel.buckets.memory import Memory, num_storage_references
 from paceline.parallel.fields import are_dense, grads_of
+from paceline.parallel.groups import start_all_reduce
 
 _LARGE_NUMEL = 1 << 14
 _HUGE_NUMEL = 1 << 16
@@ -172,7 +173,7 @@ class DenseBucket(Bucket):
     # -- averaging -----------------------------------------------------------------------------------------------
 
     def send(self, group: dist.ProcessGroup) -> None:
-        self._work = dist.all_reduce(self._memory.flat, group=group, async_op=True)
+        self._work = start_all_reduce(self._memory.flat, group)
 
     def wait(self) -> None:
         if self._work is not None:

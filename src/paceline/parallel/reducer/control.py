@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from paceline.parallel.groups import start_all_reduce
 from paceline.parallel.replicas.digests import DIGEST_BYTES
 
 _MIRROR = bytes(range(255, -1, -1))
@@ -53,7 +54,7 @@ class PendingControl:
         self._message = bytearray().join((mine.used, mine.late, (b"\0", b"\1")[mine.is_changed], both, mirrors))
         self._num_used, self._num_late = len(mine.used), len(mine.late)
         tensor = torch.frombuffer(self._message, dtype=torch.uint8)
-        self._work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work = start_all_reduce(tensor, group, dist.ReduceOp.MAX)
 
     @property
     def size_bytes(self) -> int:

@@ -109,6 +109,8 @@ class Registry:
             return False
         if self._newcomers:
             return True
+        if any(self._empty_tables):
+            return True
         entries = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
         if len(entries) != len(self._entries) or not all(map(operator.is_, entries, self._entries)):
             return True
@@ -174,7 +176,9 @@ class Registry:
             _watchers[module].discard(self)
         for module in modules:
             self._watch(module)
-        self._tables: list[dict[str, Any]] = [t for module in modules for t in (module._parameters, module._modules)]
+        tables = [table for module in modules for table in (module._parameters, module._modules)]
+        self._tables: list[dict[str, Any]] = [table for table in tables if table]
+        self._empty_tables = [table for table in tables if not table]  # half of them, in most models
         self._entries = list(itertools.chain.from_iterable(map(dict.values, self._tables)))
         self._buffer_tables = [module._buffers for module in modules] if self._with_buffers else []
         self._num_buffers = sum(map(len, self._buffer_tables))
