@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -140,32 +141,40 @@ def test_hosts_that_do_not_reach_each_other_are_told_and_nothing_starts(cluster,
     assert not (tmp_path / "started").exists()
 
 
-def waiting(cluster, tmp_path):
-    """A running launch of a rank on each host, once all wait: programs of any kind, which need no import of torch."""
+def waiting(cluster, tmp_path, hosts, *program):
+    """A running launch of a rank on each of ``hosts``, once all wait."""
     script = write_script(
         tmp_path,
         """
         import os, pathlib, time
-        (pathlib.Path(__file__).parent / f"ready{os.environ['RANK']}").touch()
-        time.sleep(600)
+
+        def wait():
+            (pathlib.Path(__file__).parent / f"ready{os.environ['RANK']}").touch()
+            time.sleep(600)
+
+        wait()
         """,
     )
-    process = cluster.start("--hosts", "a:1,b:1,c:1", "--no-python", sys.executable, script)
-    wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(3)), 60)
+    process = cluster.start("--hosts", hosts, *program, script)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == len(hosts.split(",")), 60)
     return process
 
 
+NO_TORCH = "--no-python", sys.executable  # programs of any kind start sooner
+
+
 def test_an_interrupt_here_ends_the_ranks_of_all_hosts(cluster, tmp_path):
-    process = waiting(cluster, tmp_path)
+    process = waiting(cluster, tmp_path, "a,c")
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert sorted(re.findall(r"^paceline: rank (\d) was at script.py:\d, in wait$", err, re.MULTILINE)) == ["0", "1"]
     assert err.endswith("paceline: interrupted by SIGINT, all ranks have ended\n")
     assert not processes_with(str(tmp_path))
 
 
 def test_a_connection_that_is_lost_ends_the_ranks_of_all_hosts(cluster, tmp_path):
-    process = waiting(cluster, tmp_path)
+    process = waiting(cluster, tmp_path, "a,b,c", *NO_TORCH)
     (client,) = [pid for pid in processes_with(str(tmp_path)) if command_of(pid)[0] == "ssh" and "b" in command_of(pid)]
     os.kill(client, signal.SIGKILL)
     _, err = process.communicate(timeout=60)
@@ -175,7 +184,7 @@ def test_a_connection_that_is_lost_ends_the_ranks_of_all_hosts(cluster, tmp_path
 
 
 def test_a_command_that_is_killed_leaves_nothing_on_any_host(cluster, tmp_path):
-    process = waiting(cluster, tmp_path)
+    process = waiting(cluster, tmp_path, "a,b,c", *NO_TORCH)
     process.kill()
     process.communicate(timeout=60)
     wait_until(lambda: not processes_with(str(tmp_path)))

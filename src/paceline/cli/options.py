@@ -14,11 +14,7 @@ from paceline.launch.conductor.job import Job
 from paceline.launch.conductor.ssh import current_folder
 from paceline.launch.counts import resolve_num_ranks
 from paceline.launch.hosts.layout import LOOPBACK
-<<<<<<< HEAD
 from paceline.launch.hosts.slurm_step import Step, read_step
-from paceline.launch.hosts.ssh import current_folder
-=======
->>>>>>> 12f1ade (wip4)
 from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from paceline.launch.spec import LaunchSpec, NodesSpec, check_signals
 

@@ -365,7 +365,9 @@ class _Supervisor:
     def _conclude(self, life: Life | None) -> None:
         """Say how it ended, and with what exit code."""
         if self._ending_signal is not None:
-            self._audience.say(describe_interrupt({} if life is None else life.reports))
+            reports = {} if life is None else life.reports
+            first_rank = 0 if life is None else life.layout.first_rank
+            self._audience.say(describe_interrupt({first_rank + rank: report for rank, report in reports.items()}))
             self._audience.sum_up(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
             self._verdict = 128 + self._ending_signal
         elif self._output_closed:

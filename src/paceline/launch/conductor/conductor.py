@@ -25,17 +25,7 @@ from paceline.launch.conductor.preflight import why_lost
 from paceline.launch.conductor.tally import Tally
 from paceline.launch.dispositions import ENDING, FORWARDED, OF_TERMINAL, signals_as_bytes
 from paceline.launch.failure import describe_layout
-<<<<<<< HEAD:src/paceline/launch/hosts/conductor.py
-from paceline.launch.hosts.conducted import TICK_S
-from paceline.launch.hosts.gathering import Gathering, Place
-from paceline.launch.hosts.job import Job
 from paceline.launch.hosts.layout import LOOPBACK, Layout, place_among
-from paceline.launch.hosts.line import Line
-from paceline.launch.hosts.preflight import why_lost
-from paceline.launch.hosts.tally import Tally
-=======
-from paceline.launch.hosts.layout import LOOPBACK, Layout
->>>>>>> 12f1ade (wip4):src/paceline/launch/conductor/conductor.py
 from paceline.launch.loop import READ, Loop
 from paceline.launch.output.display import Display
 from paceline.launch.output.interleaving import Speakers
