@@ -185,6 +185,12 @@ def test_what_cannot_be_is_an_error_before_anything_starts(arguments, message):
     assert message in ran.stderr
 
 
+def test_an_ssh_that_cannot_be_started_is_an_error():
+    ran = paceline_run("--hosts", "elsewhere", "train.py", env={"PACELINE_SSH": "/absent/ssh -v"})
+    message = "/absent/ssh cannot be started: No such file or directory; install it, or name another in PACELINE_SSH"
+    assert (ran.returncode, ran.stderr) == (2, f"paceline: {message}\n")
+
+
 def test_an_interrupt_while_a_host_does_not_answer_starts_nothing(tmp_path):
     asleep = tmp_path / "python"
     asleep.write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 600\n")

@@ -27,8 +27,8 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
     "num_ranks",
     metavar="N|auto|cpu|gpu",
     envvar="PET_NPROC_PER_NODE",
-    help="Ranks on this host: a number, one a usable core, one a GPU, or (auto) one a GPU where there are any. "
-    "[default: 1; under srun, one a GPU of the step]",
+    help="Ranks on this host, or on each of --hosts: a number, one a usable core, one a GPU, or (auto) one a GPU where "
+    "there are any. [default: 1; under srun, one a GPU of the step]",
 )
 @_option("--nnodes", metavar="N|LEAST:MOST", help="Hosts, each with a launcher of its own. [default: srun's, or 1]")
 @_option("--node-rank", "-nr", type=int, metavar="R", help="This host's number, from 0, with a static rendezvous.")

@@ -115,7 +115,13 @@ class _Conductor:
 
     def _connect(self) -> None:
         for node, (host, command) in enumerate(zip(self._job.hosts, self._gathering.commands(), strict=True)):
-            self._lines.append(Line(host, node, command, self._loop, self._hear, self._on_stderr, self._on_end))
+            try:
+                line = Line(host, node, command, self._loop, self._hear, self._on_stderr, self._on_end)
+            except OSError as error:
+                raise LaunchError(
+                    f"{command[0]} cannot be started: {error.strerror}; install it, or name another in PACELINE_SSH"
+                ) from None
+            self._lines.append(line)
         self._loop.call_later(TICK_S, self._tick)
         self._loop.call_later(_PATIENCE_S, self._say_who_is_awaited)
 
@@ -319,7 +325,7 @@ class _Conductor:
         elif self._output_closed:
             status = 128 + signal.SIGPIPE
         elif self._cause is None:
-            status = 0
+            status = max(int(over["exit_status"]) for over in self._over.values())
         elif self._cause.failure is None:
             raise LaunchError(f"host {self._cause.host}: {self._cause.why}; the ranks of the other hosts were stopped")
         else:

@@ -142,6 +142,7 @@ class Line:
         self._before += data
         start = self._before.find(_HELLO)
         if start < 0:
+            self._before = self._before[-len(_HELLO) :]
             return b""
         self.has_greeted = True
         self.said = ""
