@@ -180,6 +180,30 @@ def test_containers_are_split_part_by_part_and_made_anew():
     assert scatter("text", TWO) == ["text", "text"]
 
 
+class Output(collections.OrderedDict):
+    """As in transformers: its items are attributes too, and it cannot be updated at once."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+    def update(self, *args):
+        raise TypeError("not at once")
+
+
+def test_a_dict_of_a_class_of_its_own_keeps_to_its_rules():
+    class Makes(nn.Module):
+        def forward(self, x):
+            output = Output()
+            output["logits"] = x
+            return output
+
+    joined = DataParallel(Makes(), TWO)(rows(3))
+    assert type(joined) is Output
+    assert joined.logits is joined["logits"]
+    assert joined.logits.tolist() == rows(3).tolist()
+
+
 def test_a_defaultdict_stays_one():
     batch = collections.defaultdict(list, x=rows(2))
     first, _ = scatter(batch, TWO)
@@ -651,6 +675,17 @@ def test_autocast_and_no_grad():
     with torch.inference_mode():
         wrapped(rows(4))
     wrapped(rows(4)).sum().backward()  # what was copied in inference mode can be differentiated
+
+
+def test_several_threads_may_call_one_wrapper():
+    wrapped = DataParallel(nn.Linear(2, 2), TWO)
+    expected, results = wrapped.module(rows(4)).tolist(), []
+    callers = [threading.Thread(target=lambda: results.append(wrapped(rows(4)).tolist())) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert results == [expected] * 4
 
 
 def test_replicas_divide_the_callers_threads():

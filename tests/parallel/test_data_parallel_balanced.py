@@ -93,9 +93,12 @@ def test_a_loss_says_what_it_is_a_mean_over():
 def test_weights_of_a_mean_add_up_to_one():
     weighing = Weighing(nn.CrossEntropyLoss(ignore_index=0), None)
     targets = [torch.tensor([0, 1]), torch.tensor([1, 1, 2]), torch.tensor([0])]
-    assert weighing.weigh(targets, targets, 0) == [0.25, 0.75, 0.0]
-    assert Weighing(nn.MSELoss(), None).weigh([(targets[1],), (targets[2],)], [(), ()], 0) == [0.75, 0.25]
-    assert Weighing(nn.MSELoss(reduction="sum"), None).weigh(targets, targets, 0) == [1, 1, 1]
+    calls = [((), {}, (target,)) for target in targets]
+    assert weighing.weigh(calls, 0) == [0.25, 0.75, 0.0]
+    by_inputs = [((targets[1],), {}, ()), ((), {"x": [targets[2]]}, ())]
+    assert Weighing(nn.MSELoss(), None).weigh(by_inputs, 0) == [0.75, 0.25]
+    assert Weighing(nn.MSELoss(), lambda *, n: n).weigh([((), {"n": 3}, ()), ((), {"n": 1}, ())], 0) == [0.75, 0.25]
+    assert Weighing(nn.MSELoss(reduction="sum"), None).weigh(calls, 0) == [1, 1, 1]
 
 
 def test_losses_that_cannot_be_used_are_errors():
@@ -309,6 +312,20 @@ def test_a_replica_whose_loss_depends_on_nothing_trained_adds_nothing():
     assert weight.grad == 3.5 / 2
     with pytest.raises(ReplicaError, match=r"^no replica's loss depends on a tensor that needs a gradient"):
         wrapped.forward_backward(torch.tensor([1.0, 2.0]))
+
+
+def test_with_a_grad_scaler():
+    wrapped = DataParallel(net(), TWO, loss=nn.CrossEntropyLoss())
+    x, y = batch(4)
+    bare = copy.deepcopy(wrapped.module)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (bare, wrapped)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    functional.cross_entropy(bare(x), y).backward()
+    optimizers[0].step()
+    wrapped.forward_backward(x, target=y, scale=scaler.scale(torch.ones(())))
+    scaler.step(optimizers[1])
+    for ours, theirs in zip(wrapped.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 # -- exceptions -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from paceline.parallel.data_parallel.containers import parts_of, with_parts
 from paceline.parallel.data_parallel.mirror import Mirror
 from paceline.parallel.data_parallel.reduce import TreeReduction, plan_for
 from paceline.parallel.data_parallel.replicate import build, tensors_to_copy
-from paceline.parallel.data_parallel.weights import Loss
+from paceline.parallel.data_parallel.weights import Call, Loss
 
 
 class WithLoss(Module):
@@ -52,7 +52,7 @@ def train_replicas(
     mirror: Mirror,
     network: Module,
     devices: Sequence[torch.device],
-    shares: Sequence[Sequence[Any]],
+    shares: Sequence[Call],
     weights: Sequence[float],
     scale: float,
 ) -> list[Tensor]:

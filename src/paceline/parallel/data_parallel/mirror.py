@@ -84,7 +84,9 @@ class Mirror:
                 copies = self._copies[id(source)][1]
                 kind = (device, *_kind_of(source))
                 if index not in copies or copies[index].kind != kind:
-                    copies[index] = _Copy(torch.empty_like(source, device=device, requires_grad=False), kind)
+                    is_near = _is_near(source, device)
+                    memory = torch.empty_like(source, device=device, requires_grad=False) if is_near else None
+                    copies[index] = _Copy(_nothing_on(device) if memory is None else memory, kind)
                 row.append(copies[index])
         return row
 
@@ -111,11 +113,16 @@ class Mirror:
         devices: Sequence[torch.device],
     ) -> None:
         """Copies on other accelerators: many at once, over NCCL where torch has it. They take new memory."""
-        far = [at for at, device in enumerate(devices[1:]) if device.type != "cpu" and device != devices[0]]
-        numbers = sorted(
-            {number for at in far for number in stale[at] if not _is_near(sources[number], devices[at + 1])}
-        )
-        if not numbers:
+        wanted = [
+            {number for number in numbers if not _is_near(sources[number], device)}
+            for numbers, device in zip(stale, devices[1:], strict=True)
+        ]
+        numbers = sorted(set().union(*wanted))
+        far = [at for at, some in enumerate(wanted) if some]
+        for at in far:
+            for number in numbers:
+                rows[at][number].tensor = _nothing_on(devices[at + 1])  # before the new memory is taken
+        if not far:
             return
         originals = [sources[number].detach() for number in numbers]
         indices = [devices[0].index, *(devices[at + 1].index for at in far)]
@@ -182,6 +189,10 @@ def _version_of(tensor: Tensor) -> int:
 
 def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _nothing_on(device: torch.device) -> Tensor:
+    return torch.empty(0, device=device)
 
 
 def _is_near(source: Tensor, device: torch.device) -> bool:

@@ -18,7 +18,9 @@ from paceline.errors import DataError
 from paceline.parallel.data_parallel.containers import parts_of
 
 Loss: TypeAlias = Callable[..., Tensor]
-Count: TypeAlias = Callable[[Any], "float | Tensor"]
+Count: TypeAlias = Callable[..., "float | Tensor"]
+# What the module is called with for a share, and its target, if there is one.
+Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]]
 
 _OVER_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
@@ -31,7 +33,8 @@ class Weighing:
 
         Args:
             loss: a criterion of torch's, or any callable that returns a mean over the samples.
-            count: of a share's target, what its loss is a mean over, where that is not the number of samples.
+            count: of a share's target, or without one of what the module is called with, what the loss is a mean
+                over, where that is not the number of samples.
         Raises:
             DataError: the loss is one per sample, or cannot be called.
         """
@@ -44,17 +47,24 @@ class Weighing:
         self._is_sum = reduction == "sum"
         self._count = count or _count_of_classes(function, keywords)
 
-    def weigh(self, shares: Sequence[Any], targets: Sequence[Any], dim: int) -> list[float]:
-        """A weight for each share; NaN for none: where nothing counts, a mean over it is NaN, and so is the loss."""
-        if self._is_sum:
-            return [1.0] * len(shares)
-        if self._count is not None:
-            counts = [float(self._count(target)) for target in targets]
-        else:
-            counts = [float(_num_samples((share, target), dim)) for share, target in zip(shares, targets, strict=True)]
+    def weigh(self, calls: Sequence[Call], dim: int) -> list[float]:
+        """A weight for each share; where nothing counts in any, all alike: a mean over nothing is NaN anyway."""
+        counts = self.counts(calls, dim)
+        if counts is None:
+            return [1.0] * len(calls)
         if sum(counts) == 0:
             counts = [1.0] * len(counts)
         return [count / sum(counts) for count in counts]
+
+    def counts(self, calls: Sequence[Call], dim: int) -> list[float] | None:
+        """What the loss of each share is a mean over; None where it is a sum."""
+        return None if self._is_sum else [self._count_of(call, dim) for call in calls]
+
+    def _count_of(self, call: Call, dim: int) -> float:
+        inputs, kwargs, targets = call
+        if self._count is None:
+            return float(_num_samples(call, dim))
+        return float(self._count(*targets) if targets else self._count(*inputs, **kwargs))
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:

@@ -61,8 +61,9 @@ class DataParallel(torch.nn.DataParallel[Module]):
         dim: the dimension of the batch.
         loss: takes an output and a target, and returns a scalar: a mean over the samples, unless it says otherwise by
             an attribute ``reduction``, as torch's criteria do.
-        count: takes a share's target, and returns what its loss is a mean over (say, the number of tokens that are not
-            padding), if that is not the number of samples. Known for torch's losses over classes.
+        count: takes a share's target, or without one what the module is called with, and returns what the loss is a
+            mean over (say, the number of tokens that are not padding), if that is not the number of samples. Known for
+            torch's losses over classes.
     Raises:
         DataError: devices of several types, or a loss that is no scalar.
     """
@@ -176,8 +177,7 @@ class DataParallel(torch.nn.DataParallel[Module]):
         calls = [(given, named[index], wanted) for index, (given, wanted) in enumerate(shares)]
         if len(devices) == 1:
             return [_train_alone(network, calls[0], scale)]
-        wanted = [call[2][0] if targets else () for call in calls]
-        weights = weighing.weigh([call[:2] for call in calls], wanted, self.dim)
+        weights = weighing.weigh(calls, self.dim)
         return train_replicas(self._mirror, network, devices[: len(calls)], calls, weights, scale)
 
     def replicate(self, module: _M, device_ids: Sequence[DeviceLike]) -> list[_M]:
