@@ -48,7 +48,8 @@ class Signals:
         """Heed them no longer. Outside the main thread the handlers stay, and only hand on what comes.
 
         Args:
-            more_to_come: SIGUSR1 is on its way here, since others have received it. It then finds this process leaving,
+            more_to_come: SIGUSR1 is on its way here, since others have received it; or for the second time, where both
+                Slurm and a launcher send it. It then finds this process leaving,
                 and must not kill it: where nobody handled it, it is ignored to the end, as only SIG_IGN outlives
                 Python's own end.
         """
@@ -57,7 +58,7 @@ class Signals:
             _in_force.remove(self)
         if threading.current_thread() is threading.main_thread():
             handlers = dict(self._before)
-            if more_to_come and self.came is None and handlers.get(signal.SIGUSR1) == signal.SIG_DFL:
+            if more_to_come and handlers.get(signal.SIGUSR1) == signal.SIG_DFL:
                 handlers[signal.SIGUSR1] = signal.SIG_IGN
             self._restore(handlers)
 
