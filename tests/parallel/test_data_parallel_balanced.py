@@ -11,9 +11,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import DataError, ReplicaError
-from paceline.parallel import DataParallel
+from paceline.parallel import DataParallel, DistributedDataParallel
 from paceline.parallel.data_parallel.reduce import TreeReduction, plan_for
 from paceline.parallel.data_parallel.weights import Weighing
+from support.ranks import run_ranks
 
 TWO = ["cpu", "cpu"]
 
@@ -326,6 +327,26 @@ def test_with_a_grad_scaler():
     scaler.step(optimizers[1])
     for ours, theirs in zip(wrapped.parameters(), bare.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+def train_on_ranks(world):
+    torch.manual_seed(0)
+    module = net()
+    bare = copy.deepcopy(module)
+    wrapped = DataParallel(module, TWO, loss=nn.CrossEntropyLoss())
+    across = DistributedDataParallel(wrapped)
+    x, y = batch(8)
+    ours = slice(4 * world.rank, 4 * world.rank + 4)
+    functional.cross_entropy(bare(x), y).backward()
+    functional.cross_entropy(across(x[ours]), y[ours]).backward()
+    torch.testing.assert_close(grads(module), grads(bare))
+    across.zero_grad()
+    wrapped.forward_backward(x[ours], target=y[ours])
+    torch.testing.assert_close(grads(module), grads(bare))
+
+
+def test_inside_a_distributed_data_parallel_gradients_are_averaged_over_ranks():
+    run_ranks(2, train_on_ranks, timeout_s=60)
 
 
 # -- exceptions -----------------------------------------------------------------------------------------------------

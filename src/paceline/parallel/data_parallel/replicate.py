@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import Module
 from torch.nn.parallel import comm
-from torch.nn.parallel.replicate import _replicatable_module
 from torch.nn.parameter import is_lazy
 
 from paceline.parallel.data_parallel.devices import DeviceLike, as_devices
@@ -36,7 +35,7 @@ def replicate(network: _M, devices: Sequence[DeviceLike], detach: bool = False) 
         devices: of one type; one may appear several times.
         detach: the replicas' parameters need no gradient.
     Raises:
-        RuntimeError: as torch does: uninitialised parameters, or Python modules inside of a ScriptModule.
+        RuntimeError: uninitialised parameters, as in torch.
     """
     return replicate_with(Mirror(), network, as_devices(devices), detach)
 
@@ -71,8 +70,6 @@ def build(
     network: _M, devices: Sequence[torch.device], sources: Sequence[Tensor], rows: Sequence[Sequence[Tensor]]
 ) -> list[_M]:
     """Replicas of ``network`` that have, in the place of each source, the tensor in their row."""
-    if not _replicatable_module(network):
-        raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
     modules = list(network.modules())
     buffers = list(network.buffers())
     replicas = []
