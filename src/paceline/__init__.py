@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from paceline.parallel.global_mean import global_mean
+    from paceline.pipeline import Pipeline
     from paceline.world import World, init, shutdown
 
 _HOME_OF = {
@@ -21,6 +22,7 @@ _HOME_OF = {
     "DataParallel": "paceline.parallel",
     "DistributedDataParallel": "paceline.parallel",
     "DistributedSampler": "paceline.data",
+    "Pipeline": "paceline.pipeline",
     "SyncBatchNorm": "paceline.parallel",
     "World": "paceline.world",
     "gather": "paceline.data",
@@ -37,6 +39,7 @@ __all__ = [
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Pipeline",
     "SyncBatchNorm",
     "World",
     "errors",
@@ -60,7 +63,7 @@ _register_backends()
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    elif name in ("comm", "data", "errors", "parallel", "plan"):
+    elif name in ("comm", "data", "errors", "parallel", "pipeline", "plan"):
         value = importlib.import_module(f"paceline.{name}")
     else:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -14,6 +14,7 @@
     ├── ReductionError            RuntimeError  gradients could not be averaged
     ├── DataError                 ValueError    a sampler, loader or gather was given what does not fit together
     ├── ReplicaError              RuntimeError  a replica's error that cannot be raised anew; or nothing to train
+    ├── PipelineError             RuntimeError  a pipeline cannot run as it was built or called
     ├── LaunchError               RuntimeError  the ranks could not be started
     ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
     └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
@@ -65,6 +66,10 @@ class DataError(PacelineError, ValueError):
 
 class ReplicaError(PacelineError, RuntimeError):
     """A replica of a DataParallel raised what cannot be raised anew with its number, or none has anything to train."""
+
+
+class PipelineError(PacelineError, RuntimeError):
+    """A pipeline cannot run as it was built or called, or its tied weights have parted."""
 
 
 class LaunchError(PacelineError, RuntimeError):

@@ -19,6 +19,8 @@ BUILT_IN = {
     "ReplicaMismatchError": RuntimeError,
     "ReductionError": RuntimeError,
     "DataError": ValueError,
+    "ReplicaError": RuntimeError,
+    "PipelineError": RuntimeError,
     "LaunchError": RuntimeError,
     "ObserverError": RuntimeError,
     "TimelineError": ValueError,

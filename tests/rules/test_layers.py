@@ -18,9 +18,10 @@ ROOMS: dict[str, set[str]] = {
     "plan": set(),
     "comm": set(),
     "parallel": {"plan", "comm"},
+    "pipeline": {"plan", "comm", "parallel"},
     "data": set(),
     "launch": set(),
-    "cli": {"plan", "comm", "parallel", "data", "launch"},
+    "cli": {"plan", "comm", "parallel", "pipeline", "data", "launch"},
 }
 
 # Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.

@@ -17,6 +17,7 @@ PUBLIC = [
     "DataParallel",
     "DistributedDataParallel",
     "DistributedSampler",
+    "Pipeline",
     "SyncBatchNorm",
     "World",
     "errors",

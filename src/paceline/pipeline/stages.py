@@ -1,0 +1,155 @@
+"""Which part of a model each stage is.
+
+The invariant: every parameter of the model is in a stage, and the names of the model's parameters stay what they are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.nn import Module, Sequential
+
+from paceline.errors import PlanError
+from paceline.pipeline.balance import partition, partition_by
+from paceline.pipeline.clock import peak_by_stage
+from paceline.pipeline.measuring import measure, weights_of
+from paceline.pipeline.schedule import Schedule
+from paceline.pipeline.split import Model, Row, Traced
+
+Balance: TypeAlias = Literal["parameters", "time", "memory"] | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A model's arguments, as a user gives an example of them: a tensor, a tuple of arguments, or a dict."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, given: Any) -> "Example":
+        if isinstance(given, dict):
+            return cls((), dict(given))
+        return cls(given if isinstance(given, tuple) else (given,), {})
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model, and where it is cut.
+
+    Attributes:
+        root: the undivided model.
+        units: the names of each stage's units.
+    """
+
+    root: Module
+    model: Model
+    ranges: tuple[range, ...]
+
+    @property
+    def units(self) -> list[list[str]]:
+        return [[self.model.units[unit] for unit in stage] for stage in self.ranges]
+
+    def part(self, stage: int) -> Module:
+        return self.model.stage(self.ranges[stage])
+
+
+class _Given:
+    """Stages that the user has made."""
+
+    def __init__(self, root: Sequential) -> None:
+        self._root = root
+        self.units = [str(number) for number in range(len(root))]
+
+    def stage(self, units: range) -> Module:
+        return self._root[units.start]
+
+
+def open_model(module: Module | Sequence[Module], balance: Balance, example: Example | None) -> tuple[Module, Model]:
+    """What can be cut, and the undivided model.
+
+    Raises:
+        PlanError: it cannot be cut.
+    """
+    if not isinstance(module, Module):
+        root = Sequential(*module)
+        return root, _Given(root)
+    if isinstance(module, Sequential):
+        return module, Row(module)
+    starts = None if isinstance(balance, str) else balance
+    if example is None:
+        return module, Traced(module, starts)
+    return module, Traced(module, starts, len(example.args), tuple(example.kwargs))
+
+
+def choose_ranges(
+    model: Model, num_stages: int, balance: Balance, example: Example | None, schedule: Schedule, device: torch.device
+) -> tuple[range, ...]:
+    """The units of each stage.
+
+    Args:
+        balance: "parameters", "time" or "memory": the dearest stage is to be as cheap as can be; or the names of the
+            units with which the stages after the first begin.
+        schedule: says how many microbatches each stage keeps.
+        device: on which units are measured.
+    Raises:
+        PlanError: too few units, unknown names, or no example where one is needed.
+    """
+    if isinstance(model, _Given):
+        if len(model.units) != num_stages:
+            raise PlanError(
+                f"{len(model.units)} stages are given, but {num_stages} are needed, one for each lane's turn."
+            )
+        return tuple(range(number, number + 1) for number in range(num_stages))
+    if not isinstance(balance, str):
+        return _by_names(model, num_stages, balance)
+    if balance == "parameters":
+        return tuple(partition(weights_of(model), num_stages))
+    if balance not in ("time", "memory"):
+        raise PlanError(f"balance={balance!r}: expected 'parameters', 'time', 'memory', or names of units.")
+    if example is None:
+        raise PlanError(f"balance={balance!r} needs an `example` of the model's input, of a microbatch's size.")
+    costs = measure(model, example.args, example.kwargs, device)
+    if balance == "time":
+        return tuple(partition([cost.forward_s + cost.backward_s for cost in costs], num_stages))
+    kept = peak_by_stage(schedule)
+
+    def bytes_of(stage: int, begin: int, end: int) -> float:
+        units = costs[begin:end]
+        return sum(cost.weight_bytes + kept[stage] * cost.kept_bytes for cost in units)
+
+    return tuple(partition_by(bytes_of, len(costs), num_stages))
+
+
+def users_of(root: Module, parts: Sequence[Module]) -> dict[int, list[int]]:
+    """By the ``id`` of a parameter or buffer, the stages that use it, in order; what none uses is with the first."""
+    users: dict[int, list[int]] = {}
+    for number, part in enumerate(parts):
+        for tensor in chain(part.parameters(), part.buffers()):
+            users.setdefault(id(tensor), []).append(number)
+    for tensor in chain(root.parameters(), root.buffers()):
+        users.setdefault(id(tensor), [0])
+    return users
+
+
+def release(root: Module, own: set[int]) -> None:
+    """Let go of the parameters and buffers that are not in ``own`` (by ``id``); their names stay, without values."""
+    for part in root.modules():
+        for tensors in (part._parameters, part._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) not in own:
+                    tensors[name] = None
+
+
+def _by_names(model: Model, num_stages: int, names: Sequence[str]) -> tuple[range, ...]:
+    if len(names) != num_stages - 1:
+        raise PlanError(f"balance names {len(names)} units, but {num_stages} stages have {num_stages - 1} borders.")
+    unknown = [name for name in names if name not in model.units]
+    if unknown:
+        raise PlanError(f"balance names {unknown[0]!r}, but the units are {', '.join(model.units)}.")
+    starts = [0, *(model.units.index(name) for name in names), len(model.units)]
+    if any(begin >= end for begin, end in pairwise(starts)):
+        raise PlanError(f"balance names {', '.join(names)}, which are not in the order of the model, or begin it.")
+    return tuple(range(begin, end) for begin, end in pairwise(starts))
