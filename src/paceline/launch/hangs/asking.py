@@ -87,7 +87,8 @@ class Inquiry:
                 continue
             page.clear_stack()
             self._asked[local_rank] = _Asked(local_rank, pid, page, words, frozenset(_deaf_threads(pid)))
-            os.kill(pid, ASKING_SIGNAL)
+            with contextlib.suppress(OSError):  # it has just gone, or is another user's by now: it will not answer
+                os.kill(pid, ASKING_SIGNAL)
         loop.call_later(0.0, self._look)
 
     def _look(self) -> None:

@@ -57,14 +57,19 @@ class Watch:
         self._sleeps: dict[int, _Sleep] = {}  # by local rank
         self._told: set[tuple[int, float]] = set()  # local rank, and since when it waits
         self._is_asking = is_asking
-        self._later()
-
-    def _later(self) -> None:
-        self._loop.call_later(min(_LOOK_S, self._hang_s / 4), self._look)
+        self._pause_s = min(_LOOK_S, hang_s / 4)
+        self._last_look_s = self._steady_since_s = time.monotonic()
+        self._loop.call_later(self._pause_s, self._look)
 
     def _look(self) -> None:
         if not self._life.is_open or self._life.is_stopping:
             return
+        now_s = time.monotonic()
+        if now_s - self._last_look_s > 10 * self._pause_s:  # Ctrl-Z, say: all have stood still, for no fault of theirs
+            self._steady_since_s = now_s
+            for sleep in self._sleeps.values():
+                sleep.since_s = now_s
+        self._last_look_s = now_s
         if not self._is_asking():
             self.refresh()
             suspects = [rank for rank, sleep in self._long_sleeps().items() if not sleep.is_told]
@@ -72,7 +77,7 @@ class Watch:
                 self._ask(None)
             elif suspects:  # alone: they may sleep for reasons of their own, which are no reason to wake the others
                 self._ask(suspects)
-        self._later()
+        self._loop.call_later(self._pause_s, self._look)
 
     def refresh(self) -> None:
         """Look who sleeps: also before anybody else has the ranks asked, which wakes them."""
@@ -93,7 +98,7 @@ class Watch:
     def _long_waits(self) -> set[tuple[int, float]]:
         """Those that have not been told."""
         since_s = time.monotonic() - self._hang_s
-        return {wait for wait in self._waits() if wait[1] <= since_s} - self._told
+        return {wait for wait in self._waits() if max(wait[1], self._steady_since_s) <= since_s} - self._told
 
     def _waits(self) -> set[tuple[int, float]]:
         told = [(local_rank, self._life.pages[local_rank].read()) for local_rank, _ in self._life.living()]
