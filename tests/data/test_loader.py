@@ -51,6 +51,7 @@ def test_the_signature_is_torchs_with_our_keywords_after_it():
     assert described[: len(torchs)] == [(parameter.name, parameter.kind, parameter.default) for parameter in torchs]
     assert [(name, default) for name, _, default in described[len(torchs) :]] == [
         ("num_replicas", None), ("rank", None), ("seed", 0), ("padding", True),
+        ("global_batch_size", None), ("weights", None), ("sharded", False),
     ]  # fmt: skip
 
 
@@ -297,28 +298,29 @@ def test_what_loops_reach_for_on_torchs_iterator_is_there():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        {"num_replicas": 2, "rank": 0, "sampler": SequentialSampler(Numbers(8))},
-        {"rank": 0, "batch_sampler": [[0, 1]]},
-        {"padding": False, "sampler": SequentialSampler(Numbers(8))},
+        ({"num_replicas": 2, "rank": 0, "sampler": SequentialSampler(Numbers(8))}, "num_replicas=2, rank=0"),
+        ({"rank": 0, "batch_sampler": [[0, 1]]}, "rank=0"),
+        ({"padding": False, "sampler": SequentialSampler(Numbers(8))}, "padding=False"),
+        ({"weights": [1, 2], "sampler": SequentialSampler(Numbers(8))}, "weights=[1, 2]"),
     ],
 )
-def test_sharding_arguments_beside_a_given_sampler_are_refused(arguments):
-    described = (
-        f"num_replicas={arguments.get('num_replicas')}, rank={arguments.get('rank')}, "
-        f"padding={arguments.get('padding', True)} are for the sampler that the loader makes for a map-style dataset, "
-        "and it makes none for an iterable dataset or beside a sampler that is given. "
-        "Give them to that sampler, or leave the sampler out."
-    )
+def test_sharding_arguments_beside_a_given_sampler_are_refused(arguments, named):
     with pytest.raises(DataError) as caught:
         DataLoader(Numbers(8), **arguments)
-    assert str(caught.value) == described
+    assert str(caught.value) == (
+        f"{named}: for the sampler that the loader makes, and it makes none beside a sampler that is given. "
+        "Give them to that sampler or to a paceline BatchSampler, or leave the sampler out."
+    )
 
 
-def test_sharding_arguments_for_an_iterable_dataset_are_refused():
-    with pytest.raises(DataError, match=r"^num_replicas=2, rank=1, padding=True are for the sampler that the loader"):
-        DataLoader(Stream(), num_replicas=2, rank=1)
+def test_sharding_arguments_for_a_dataset_that_is_sharded_already_are_refused():
+    with pytest.raises(DataError) as caught:
+        DataLoader(Stream(), num_replicas=2, rank=1, sharded=True)
+    assert str(caught.value) == (
+        "num_replicas=2, rank=1: with sharded=True the dataset holds this rank's share already. Leave one of them out."
+    )
 
 
 def test_padding_false_and_drop_last_are_refused_together():

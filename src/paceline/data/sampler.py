@@ -2,37 +2,37 @@
 
 The invariant: position p of an epoch holds the same sample whatever the number of ranks, and rank r of N takes the
 positions r, r + N, r + 2N, ... So a step sees the same global batch on one rank or on many.
-
-[Note: what counts as an epoch]
-The epoch advances by itself, yet a look at the data must not: ``next(iter(loader))`` on rank 0 alone, to log a few
-images, would put rank 0 an epoch ahead of the others, and from then on the ranks would see some samples twice and
-others never. So a pass must go far enough to count. Our DataLoader knows its batches and counts a pass from the second
-one on. A bare sampler does not know how many indices make a batch, nor how many a foreign loader fetches ahead, and
-counts a pass once it has given more than half of its indices.
 """
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sized
+import warnings
+from collections.abc import Iterator, Sized
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch.distributed as dist
 import torch.utils.data.distributed
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
-from paceline.data.permutation import SIZE_LIMIT, Permutation
+from paceline.data.order import UNKNOWN, Computed, Drawn
+from paceline.data.permutation import SIZE_LIMIT
+from paceline.data.progress import Pass, Progress, check_state
+from paceline.data.shares import Portion, Shares, Tail, equal_shares
+from paceline.data.wrapping import generators_of, is_sharded, length_of, set_epoch_of
 from paceline.errors import DataError
 
-# Indices are computed in chunks: small at first, so that the first is there at once, then large, so that each is cheap.
-_FIRST_CHUNK, _LAST_CHUNK, _CHUNK_GROWTH = 256, 65536, 4
 
-
-class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
-    """torch's DistributedSampler in constant memory, with epochs that advance by themselves.
+class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
+    """torch's DistributedSampler in constant memory, with epochs that advance by themselves and a state to resume from.
 
     Sharding, padding and ``drop_last`` are torch's to the index; the shuffled order is our own, and depends on the
     dataset's length, ``seed`` and the epoch alone.
+
+    In place of the dataset it takes any other sampler, weighted, of a subset, sorted by length, or a batch sampler, and
+    gives this rank's share of what that one draws, whatever that is: whole batches, from a batch sampler. All ranks
+    draw alike, from a random state that follows from ``seed`` and the epoch. ``shuffle`` has no effect then.
 
     The first pass is epoch 0, or the epoch last given to ``set_epoch``. Each later pass takes the next epoch if the
     pass before it counted, and the same epoch again if not. A pass counts once it has given more than half of the
@@ -40,7 +40,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
     first half on purpose, or the ranks make different numbers of passes, call ``set_epoch`` before each.
 
     Args:
-        dataset: anything with a length, which must not change afterwards.
+        dataset: anything with a length, which must not change afterwards; or a ``torch.utils.data.Sampler``.
         num_replicas: how many ranks share the dataset; by default those of torch.distributed's default group, or
             one where no group is initialised.
         rank: this one among them; by default this process's rank in that group.
@@ -58,7 +58,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[Any] | Sampler[Any],
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -69,25 +69,49 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
     ) -> None:
         # A group that is initialised later would show that this process was not alone after all.
         self._assumed_alone = (num_replicas is None or rank is None) and _default_group() is None
-        num_replicas, rank = _place(num_replicas, rank)
+        num_replicas, rank = place(num_replicas, rank)
         if drop_last and not padding:
             raise DataError(
                 "padding=False keeps every sample and drop_last=True drops the tail: the two contradict each other. "
                 "Give padding=False alone to see each sample once, or drop_last=True alone for ranks of equal length."
             )
-        self._length = len(cast(Sized, dataset))
-        if self._length > SIZE_LIMIT:
+        self._wrapped = dataset if isinstance(dataset, Sampler) else None
+        self._length = len(cast(Sized, dataset)) if self._wrapped is None else length_of(dataset)
+        if self._length is not None and self._length > SIZE_LIMIT:
             raise DataError(f"the dataset has {self._length} samples; a sampler can order at most {SIZE_LIMIT} (2**40)")
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        if self._wrapped is not None and num_replicas > 1 and is_sharded(dataset):
+            warnings.warn(
+                f"rank {rank}: the {type(dataset).__name__} given to DistributedSampler gives this rank's share "
+                "already. Sharded twice, most samples come on no rank. Leave one of the two out.",
+                stacklevel=2,
+            )
+        # What torch's class sets; its own __init__ wants a length.
+        self.dataset: Any = dataset
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
         self.padding = padding
-        if not padding:
-            self.num_samples = len(range(rank, self._length, num_replicas))
-            self.total_size = self._length
-        self._epoch_counted = False
-        self._num_passes = 0
+        self.progress = Progress()
         self._paced_by_loader = False
+        self._generators = generators_of(dataset) if self._wrapped is not None else []
+        self.deal(equal_shares(num_replicas))
 
-    def __iter__(self) -> Iterator[int]:
+    @property
+    def length(self) -> int | None:
+        """Samples in an epoch, as the ranks share them; None where only its end will tell."""
+        return self._length
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
         """Begin a pass.
 
         Raises:
@@ -96,34 +120,80 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
         """
         self._check_unchanged()
         if self._paced_by_loader:
-            return self._generate(self.epoch, lambda: None)
-        counted = self._next_pass()
-        return self._generate(self.epoch, counted)
+            return itertools.chain.from_iterable(self._order().chunks(self._portion(self.progress.start)))
+        current = self.progress.begin()
+        order, portion = self._order(), self._portion(current.start)
+        return itertools.chain.from_iterable(self._followed(order, portion, current))
+
+    def __len__(self) -> int:
+        """How many indices this rank has in a whole epoch, also while one is resumed.
+
+        Raises:
+            TypeError: the wrapped sampler has no length.
+        """
+        if self._length is None:
+            raise TypeError(f"{type(self.dataset).__name__}, which this sampler wraps, has no length")
+        return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
         """Use ``epoch`` for the next pass; passes after it go on from there.
 
+        After ``load_state_dict``, the epoch that was loaded goes on where it stood, and any other begins at its start.
+
         Args:
             epoch: any integer; the same on all ranks.
         """
-        self.epoch = epoch
-        self._epoch_counted = False
-        # A pass that is still under way belongs to the epoch before; it must not count for this one.
-        self._num_passes += 1
+        self.progress.set_epoch(epoch)
 
-    def begin_pass(self) -> Callable[[], None]:
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is: the epoch, and how many samples of it all ranks together have consumed.
+
+        Consumed is what has been taken from the sampler, or from the loader of ours that draws from it; torch's loader
+        takes ahead for its workers. The ranks are taken to keep pace, so any rank's state is good for all.
+        """
+        epoch, consumed, _ = self.progress.place()
+        return {"epoch": epoch, "consumed": consumed, **self._order_in_words()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a state was taken, on any number of ranks, with exactly the samples not yet consumed.
+
+        Args:
+            state: from ``state_dict`` of a sampler of the same dataset, seed and shuffle; the same on all ranks.
+        Raises:
+            DataError: it is not; or it is no such state.
+        """
+        epoch, consumed = check_state(state, self._order_in_words(), "sampler")
+        self.progress.move(epoch, consumed)
+
+    def deal(self, shares: Shares, *, drop_last: bool | None = None) -> None:
+        """Take another share of every round, from the next pass on: what batches of unequal size are made of.
+
+        Args:
+            shares: one for each rank; alike on all ranks.
+            drop_last: replaces the sampler's own.
+        """
+        assert len(shares.weights) == self.num_replicas
+        self.shares = shares
+        self.drop_last = self.drop_last if drop_last is None else drop_last
+        epoch = self._portion(0)
+        self.num_samples, self.total_size = epoch.num_samples, epoch.num_dealt
+
+    def begin_pass(self) -> Pass:
         """Begin a pass for a loader that decides itself when it counts; the loader then iterates over the sampler.
 
         From the first call on, iterating over the sampler only reads the epoch in use and never advances it.
 
-        Returns:
-            A function to call once the pass counts, so that the next one takes the next epoch.
         Raises:
             DataError: as iterating does.
         """
         self._check_unchanged()
         self._paced_by_loader = True
-        return self._next_pass()
+        return self.progress.begin()
+
+    def portion_of(self, rank: int, start: int = 0) -> Portion:
+        """What a rank takes of an epoch from the position ``start`` on."""
+        tail: Tail = "drop" if self.drop_last else "pad" if self.padding else "keep"
+        return Portion(self.shares, rank, start, UNKNOWN if self._length is None else self._length, tail)
 
     def indices(self) -> npt.NDArray[np.int64]:
         """This rank's dataset indices in the epoch in use, in the order in which a pass gives them.
@@ -131,52 +201,42 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[int]):
         Changes nothing, neither the epoch nor a pass under way.
 
         Returns:
-            shape (num_samples,).
+            shape (n,): num_samples, or what is left of the epoch where it was resumed.
         """
-        return self._dataset_indices(self._order(self.epoch), 0, self.num_samples)
+        order, portion = self._order(), self._portion(self.progress.start)
+        if isinstance(order, Computed):
+            return order.indices(portion, 0, portion.num_samples)
+        items = itertools.chain.from_iterable(order.chunks(portion))
+        return np.fromiter(itertools.chain.from_iterable(map(_as_list, items)), np.int64)
 
-    def _next_pass(self) -> Callable[[], None]:
-        """Move to the epoch that the next pass is for; give what marks that pass as counted."""
-        if self._epoch_counted:
-            self.epoch += 1
-            self._epoch_counted = False
-        self._num_passes += 1
-        number = self._num_passes
+    def _followed(self, order: Computed | Drawn, portion: Portion, current: Pass) -> Iterator[Iterator[Any]]:
+        """The pass in chunks; it counts when one beyond half of it is asked for."""
+        half, given = portion.num_samples // 2, 0
+        for chunk in order.chunks(portion):
+            current.is_counted = given >= half
+            given += len(chunk)
+            yield current.follow(chunk, portion)
+        current.is_counted = current.is_ended = True
 
-        def counted() -> None:
-            if self._num_passes == number:
-                self._epoch_counted = True
+    def _order(self) -> Computed | Drawn:
+        epoch = self.progress.epoch
+        if self._wrapped is None:
+            assert self._length is not None
+            return Computed(self._length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+        set_epoch_of(self._wrapped, epoch)
+        return Drawn(self._wrapped, self._generators, seed=self.seed, epoch=epoch)
 
-        return counted
+    def _portion(self, start: int) -> Portion:
+        return self.portion_of(self.rank, start)
 
-    def _generate(self, epoch: int, counted: Callable[[], None]) -> Iterator[int]:
-        """Yield the rank's indices; call ``counted`` when one beyond half of them is asked for."""
-        order = self._order(epoch)
-        half, chunk, start = self.num_samples // 2, _FIRST_CHUNK, 0
-        while start < self.num_samples:
-            if start == half:
-                counted()
-            # No chunk crosses the half, so that the moment is exact without a test an index.
-            limit = half if start < half else self.num_samples
-            stop = min(start + chunk, limit)
-            yield from self._dataset_indices(order, start, stop).tolist()
-            start, chunk = stop, min(chunk * _CHUNK_GROWTH, _LAST_CHUNK)
-        counted()
-
-    def _order(self, epoch: int) -> Permutation | None:
-        if not self.shuffle or self._length == 0:
-            return None
-        return Permutation(self._length, seed=self.seed, epoch=epoch)
-
-    def _dataset_indices(self, order: Permutation | None, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The indices of this rank's samples number ``start`` to ``stop``, exclusive."""
-        positions = self.rank + self.num_replicas * np.arange(start, stop, dtype=np.int64)
-        if positions.size and positions[-1] >= self._length:
-            positions %= self._length  # padding wraps round, as often as it must
-        return positions if order is None else order.permute(positions)
+    def _order_in_words(self) -> dict[str, Any]:
+        """What another sampler must have in common for its order to be the same."""
+        if self._wrapped is not None:
+            return {"wraps": type(self._wrapped).__name__, "seed": self.seed}
+        return {"length": self._length, "seed": self.seed, "shuffle": bool(self.shuffle)}
 
     def _check_unchanged(self) -> None:
-        length = len(cast(Sized, self.dataset))
+        length = self._length if self._wrapped is not None else len(cast(Sized, self.dataset))
         if length != self._length:
             raise DataError(
                 f"rank {self.rank}: the dataset had {self._length} samples when its sampler was made and now has "
@@ -204,8 +264,12 @@ def _default_group() -> tuple[int, int] | None:
     return None
 
 
-def _place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Fill in what was not given from the default group, and check the result."""
+def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of ranks and this one's: what was not given comes from the default group.
+
+    Raises:
+        DataError: they do not fit together.
+    """
     world_size, world_rank = _default_group() or (1, 0)
     replicas = world_size if num_replicas is None else _as_integer("num_replicas", num_replicas)
     if replicas < 1:
@@ -226,3 +290,7 @@ def _as_integer(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise DataError(f"{name} should be an integer, got {value!r} of type {type(value).__name__}") from None
+
+
+def _as_list(item: Any) -> list[Any]:
+    return list(item) if isinstance(item, (list, tuple)) else [item]

@@ -1,0 +1,159 @@
+"""How an epoch's positions are dealt to the ranks: equally, or by weights.
+
+The invariant: positions are dealt in rounds, one after another, and all ranks have taken part in a round before the
+next begins. So what the ranks have taken together is always the start of the epoch, whatever each one's share is.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.errors import DataError
+
+Tail: TypeAlias = Literal["pad", "drop", "keep"]
+
+
+@lru_cache(maxsize=64)
+def apportion(total: int, weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Divide ``total`` samples in proportion to ``weights``, as evenly as whole numbers allow.
+
+    Webster's method: unlike largest remainders, no rank gets more of a smaller total. Of equals the lower rank comes
+    first.
+
+    Args:
+        total: 0 or more.
+        weights: one a rank, positive and finite.
+    Returns:
+        Each rank's number; their sum is ``total``.
+    """
+    if len(set(weights)) == 1:
+        each, rest = divmod(total, len(weights))
+        return tuple(each + (rank < rest) for rank in range(len(weights)))
+    sizes = [0] * len(weights)
+    queue = [(-weight, rank) for rank, weight in enumerate(weights)]
+    heapq.heapify(queue)
+    for _ in range(total):
+        rank = queue[0][1]
+        sizes[rank] += 1
+        heapq.heapreplace(queue, (-weights[rank] / (2 * sizes[rank] + 1), rank))
+    return tuple(sizes)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A round of ``total`` positions, and the weights by which it is dealt.
+
+    Raises:
+        DataError: a weight is not positive and finite, or some rank would get nothing of a full round.
+    """
+
+    total: int
+    weights: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for rank, weight in enumerate(self.weights):
+            if not 0 < weight < math.inf:
+                raise DataError(f"weights should be positive and finite, got {weight} for rank {rank}")
+        for rank, size in enumerate(self.sizes):
+            if size == 0:
+                raise DataError(
+                    f"a global batch of {self.total} leaves nothing for rank {rank} of {len(self.weights)}, whose "
+                    f"weight is {self.weights[rank]:g} of {sum(self.weights):g}. Make the global batch larger, or the "
+                    "weights less unequal."
+                )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """How many positions of a full round each rank has."""
+        return apportion(self.total, self.weights)
+
+    def span(self, rank: int, size: int) -> tuple[int, int]:
+        """Where a rank's positions lie in a round of ``size``: the first one, and how many."""
+        sizes = apportion(size, self.weights)
+        return sum(sizes[:rank]), sizes[rank]
+
+
+def equal_shares(num_replicas: int) -> Shares:
+    """One position of each round for each rank, as torch deals them."""
+    return Shares(num_replicas, (1.0,) * num_replicas)
+
+
+def shares_of(global_batch_size: int, num_replicas: int, weights: Sequence[float] | None) -> Shares:
+    """Rounds that are global batches.
+
+    Raises:
+        DataError: as ``Shares``; or there is not one weight for each rank.
+    """
+    given = (1.0,) * num_replicas if weights is None else tuple(float(weight) for weight in weights)
+    if len(given) != num_replicas:
+        raise DataError(f"weights should hold one number for each of {num_replicas} ranks, got {len(given)}")
+    return Shares(global_batch_size, given)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one rank takes of an epoch's positions from ``start`` to ``length``.
+
+    ``tail`` says what becomes of a last round that is not full: it is filled from the start of the epoch, dropped, or
+    dealt as it is, so that some ranks may get less, or nothing.
+    """
+
+    shares: Shares
+    rank: int
+    start: int
+    length: int
+    tail: Tail
+
+    @cached_property
+    def _full(self) -> tuple[int, int]:
+        """Where the rank's positions lie in a full round: the first one, and how many."""
+        return self.shares.span(self.rank, self.shares.total)
+
+    @cached_property
+    def _num_full(self) -> int:
+        rounds, rest = divmod(max(self.length - self.start, 0), self.shares.total)
+        return rounds + (rest > 0 and self.tail == "pad")
+
+    @cached_property
+    def _last(self) -> tuple[int, int]:
+        """The same for what is left after the full rounds."""
+        if self.tail != "keep":
+            return 0, 0
+        return self.shares.span(self.rank, max(self.length - self.start, 0) % self.shares.total)
+
+    @property
+    def num_samples(self) -> int:
+        """How many positions the rank takes."""
+        return self._num_full * self._full[1] + self._last[1]
+
+    @property
+    def num_dealt(self) -> int:
+        """How many positions all ranks take together, repetitions included."""
+        rest = max(self.length - self.start, 0) % self.shares.total if self.tail == "keep" else 0
+        return self._num_full * self.shares.total + rest
+
+    def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The rank's positions number ``first`` to ``last``, exclusive, each in ``range(length)``; in order."""
+        offset, width = self._full
+        numbers = np.arange(first, last, dtype=np.int64)
+        if width == 1:
+            positions = numbers * self.shares.total + (self.start + offset)
+        else:
+            positions = numbers // width * self.shares.total + (numbers % width + (self.start + offset))
+        beyond = max(self._num_full * width - first, 0)
+        positions[beyond:] += self._last[0] - offset
+        if positions.size and positions[-1] >= self.length:
+            positions %= self.length  # padding wraps round, as often as it must
+        return positions
+
+    def consumed_after(self, num_taken: int) -> int:
+        """How much of the epoch is consumed once this rank has taken that many, and the others have kept pace."""
+        if num_taken >= self.num_samples:
+            return max(self.length, self.start)
+        return min(self.start + num_taken // self._full[1] * self.shares.total, self.length)
