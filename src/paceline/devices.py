@@ -52,11 +52,14 @@ def check_device(device: str | torch.device) -> None:
         raise WorldError(f"device={str(device)!r}: torch sees no CUDA device here. Use 'cpu' or 'auto'.")
 
 
-def choose_device(device: str | torch.device, rank: int, local_rank: int) -> torch.device:
+def choose_device(
+    device: str | torch.device, rank: int, local_rank: int, *, may_be_bound: bool = False
+) -> torch.device:
     """This rank's device, made the current one if it is a GPU.
 
     Args:
         device: ``auto`` is ``cuda:local_rank`` where there is CUDA, else ``cpu``; a GPU without an index, likewise.
+        may_be_bound: whoever started this rank may show it its own GPU alone, which then is ``cuda:0`` for each.
     Raises:
         WorldError: this host has too few devices.
     """
@@ -64,6 +67,8 @@ def choose_device(device: str | torch.device, rank: int, local_rank: int) -> tor
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if chosen.type == "cuda":
         index = local_rank if chosen.index is None else chosen.index
+        if chosen.index is None and may_be_bound and torch.cuda.device_count() == 1:
+            index = 0
         if index >= torch.cuda.device_count():
             raise WorldError(
                 f"rank {rank}: its device would be cuda:{index}, but this host shows "

@@ -194,6 +194,6 @@ def test_the_batch_file_runs_the_example(cluster, tmp_path):
     options = ["-N1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={output}"]
     example = ["examples/digits.py", "--epochs", "1"]
     job = cluster.submit(*options, str(BATCH_FILE), *example, cwd=BATCH_FILE.parents[1])
-    wait_until(lambda: cluster.state_of(job) in ENDED, 60.0)
+    wait_until(lambda: cluster.state_of(job) in ENDED, 100.0)
     assert re.search(r"^epoch 0: [\d.]+% of 359 test digits right$", output.read_text(), re.MULTILINE)
     assert re.search(r"^[\d,]+ samples/s on 2 x (cpu|cuda)$", output.read_text(), re.MULTILINE)

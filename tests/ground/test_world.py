@@ -151,6 +151,21 @@ def test_a_device_that_torch_does_not_know_is_refused():
         paceline.init(device="toaster")
 
 
+@pytest.mark.parametrize(("num_visible", "index"), [(1, 0), (4, 2)])
+def test_a_rank_to_which_slurm_shows_its_own_gpu_alone_takes_that(num_visible, index, monkeypatch):
+    from paceline.devices import choose_device
+
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert choose_device("auto", 6, 2, may_be_bound=True) == torch.device("cuda", index)
+    assert chosen == [torch.device("cuda", index)]
+    if num_visible == 1:
+        with pytest.raises(WorldError, match="its device would be cuda:2, but this host shows 1 CUDA devices"):
+            choose_device("auto", 6, 2)
+
+
 @pytest.mark.cuda
 def test_more_ranks_than_gpus_are_refused():
     from paceline.devices import choose_device

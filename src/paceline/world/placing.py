@@ -59,7 +59,8 @@ def world_of(
     local_rank = placement.local_rank
     if local_rank is None:
         local_rank = nodes[: placement.rank].count(mine)
-    chosen = choose_device(device, placement.rank, local_rank)
+    # Slurm's --gpus-per-task and --gpu-bind show each task its own GPU alone.
+    chosen = choose_device(device, placement.rank, local_rank, may_be_bound=placement.launcher == "slurm")
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else choose_cpu_backend(meeting.peers)
     return World(
