@@ -266,6 +266,32 @@ def test_the_last_step_is_measured_and_drawn():
     assert "stage 1:" in repr(pipeline)
 
 
+def test_activations_are_those_of_the_microbatches_in_flight():
+    """Each stage keeps of a microbatch its input and what tanh returned: 2 x 4 kB; weights and the batch apart."""
+    kept = {}
+    for schedule in ("gpipe", "1f1b"):
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100)) for _ in range(3)]
+        pipeline = paceline.Pipeline(
+            stages, ["cpu"] * 3, microbatches=6, schedule=schedule, loss=lambda output: output.sum()
+        )
+        with pipeline.measure_bytes() as peaks:
+            pipeline.forward_backward(torch.randn(60, 100))
+        kept[schedule] = peaks
+    microbatch_bytes = 10 * 100 * 4
+    batch_bytes = 6 * microbatch_bytes  # the inputs of the first stage are views of it
+    assert kept["gpipe"] == {
+        0: batch_bytes + 6 * microbatch_bytes,
+        1: 6 * 2 * microbatch_bytes,
+        2: 6 * 2 * microbatch_bytes,
+    }
+    assert kept["1f1b"] == {
+        0: batch_bytes + 3 * microbatch_bytes,
+        1: 2 * 2 * microbatch_bytes,
+        2: 1 * 2 * microbatch_bytes,
+    }
+
+
 @pytest.mark.parametrize("balance", ["time", "memory"])
 def test_measured_balance_leaves_the_model_as_it_is(balance):
     model, (x, _) = mlp(), data(4)

@@ -28,7 +28,7 @@ def torchs_order(kind, num_lanes, num_stages, num_microbatches, lane):
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpipe", torchs.ScheduleGPipe), ("1f1b", torchs.Schedule1F1B)])
-@pytest.mark.parametrize(("num_lanes", "num_microbatches"), [(1, 1), (1, 3), (2, 2), (2, 3), (3, 8), (5, 8)])
+@pytest.mark.parametrize(("num_lanes", "num_microbatches"), [(2, 2), (2, 3), (2, 5), (3, 8), (5, 8)])
 def test_the_order_is_that_of_torchs_schedule(name, kind, num_lanes, num_microbatches):
     ours = make_schedule(name, num_lanes, num_lanes, num_microbatches)
     for lane, actions in enumerate(ours.lanes):

@@ -151,6 +151,10 @@ class DeviceRunner:
         for stage in self.stages:
             stage.part.train(mode)
 
+    def all_stages(self) -> list[Stage]:
+        """Those of this process."""
+        return self.stages
+
     def all_times(self) -> list[Placed]:
         """Of the last step."""
         return self.times

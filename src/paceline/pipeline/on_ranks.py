@@ -246,6 +246,10 @@ class RankRunner:
         if self.replicas.wrapper is not None:
             self.replicas.wrapper.train(mode)  # type: ignore[no-untyped-call]
 
+    def all_stages(self) -> list[Stage]:
+        """Those of this process."""
+        return list(self.stages.values())
+
     def all_times(self) -> list[Placed]:
         """Of the last step, of all lanes. A collective call of the column."""
         told: list[list[Placed]] = [[]] * self._layout.num_lanes

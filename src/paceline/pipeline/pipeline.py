@@ -4,6 +4,7 @@ The invariant: loss and gradients are those of the undivided model on the whole 
 schedule; names in checkpoints are the undivided model's.
 """
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from paceline import world
 from paceline.errors import PipelineError
 from paceline.parallel.data_parallel.devices import DeviceLike, all_devices, as_device
 from paceline.parallel.data_parallel.weights import Count, Loss, Weighing
+from paceline.pipeline.activations import measure_activations
 from paceline.pipeline.clock import bubble_fraction
 from paceline.pipeline.layout import Layout, Ranks, make_layout
 from paceline.pipeline.on_devices import DeviceRunner
@@ -188,6 +190,16 @@ class Pipeline(Module):
         times, num_lanes = self._runner.all_times(), len(self._schedule.lanes)
         title = f"{self._schedule.name}, measured: bubble {bubble_fraction(times, num_lanes):.1%}"
         return draw_placed(times, num_lanes, title)
+
+    @contextlib.contextmanager
+    def measure_bytes(self) -> Iterator[dict[int, int]]:
+        """Measure the most bytes that each lane of this process keeps from forward to backward, weights apart.
+
+        Returns:
+            Bytes by the lane's number, complete when the block is over.
+        """
+        with measure_activations(self._runner.all_stages(), self._schedule.lane_of) as peaks:
+            yield peaks
 
     def train(self, mode: bool = True) -> "Pipeline":
         super().train(mode)

@@ -7,6 +7,7 @@ The invariant: a stage's graph never reaches into another stage's, and is kept f
 place in the graph is kept, not their memory.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -74,6 +75,7 @@ class Stage:
         self.device = device
         self.call: Callable[..., Any] = part  # or a wrapper that calls it
         self.overrides: dict[str, Tensor] = {}  # parameters that live elsewhere, copied for this step
+        self.meter: Callable[[Tensor], None] | None = None  # told of each tensor that autograd keeps for backward
         self._kept: dict[int, _Kept] = {}
 
     def first(self, microbatch: int, call: Call) -> Parcel:
@@ -128,9 +130,10 @@ class Stage:
         self._kept.clear()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.overrides:
-            return torch.func.functional_call(self.part, self.overrides, args, kwargs)
-        return self.call(*args, **kwargs)
+        with _metered(self.meter):
+            if self.overrides:
+                return torch.func.functional_call(self.part, self.overrides, args, kwargs)
+            return self.call(*args, **kwargs)
 
     def _leave(self, microbatch: int, entry: _Crossing, wanted: tuple[bool, ...], value: Any) -> Parcel:
         shell, tensors = take_apart(value)
@@ -152,6 +155,17 @@ def _enter(parcel: Parcel) -> tuple[_Crossing, Any]:
         next(entered) if is_wanted else tensor for tensor, is_wanted in zip(parcel.tensors, parcel.wanted, strict=True)
     ]
     return crossing, put_together(parcel.shell, tensors)
+
+
+def _metered(meter: Callable[[Tensor], None] | None) -> contextlib.AbstractContextManager[Any]:
+    if meter is None:
+        return contextlib.nullcontext()
+
+    def keep(tensor: Tensor) -> Tensor:
+        meter(tensor)
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
 def _check_loss(loss: object) -> None:

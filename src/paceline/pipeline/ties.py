@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -152,9 +153,9 @@ class TiesOverRanks:
             if parted:
                 self._links.finish()
                 raise PipelineError(
-                    f"lane {self._lane}: the tied weights {tie.name!r} of lane {parted[0]} are no longer those of lane "
-                    f"{home}. All ranks need the same optimizer for them, with the same options, and must load the "
-                    "same checkpoint."
+                    f"rank {dist.get_rank()}: the tied weights {tie.name!r} of lane {parted[0]} are no longer those "
+                    f"of lane {home}. All ranks need the same optimizer for them, with the same options, and must load "
+                    "the same checkpoint."
                 )
             tie.param.grad = _sum_of(before, total)
         self._before = []

@@ -1,0 +1,255 @@
+"""Stages on ranks compute what the undivided model computes in one process."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo  # the first optimizer imports it: once here, rather than in each rank
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import paceline
+from paceline.errors import PipelineError
+from paceline.pipeline.layout import make_layout
+from support.gpt import Gpt
+from support.ranks import expect_errors, run_ranks
+
+PADDING = -100
+
+
+def token_loss(logits, targets):
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
+
+
+def num_tokens(targets):
+    return (targets != PADDING).sum()
+
+
+def gpt():
+    torch.manual_seed(0)
+    return Gpt().eval()  # without dropout, whose draws differ
+
+
+def tokens(num_samples, seed=0):
+    """Inputs, and targets of which some are padding."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(11, (num_samples, 7), generator=generator)
+    return inputs, torch.where(torch.rand(inputs.shape, generator=generator) < 0.3, PADDING, inputs)
+
+
+def assert_same_grads(pipeline, model):
+    theirs = {name: param.grad for name, param in model.named_parameters(remove_duplicate=False)}
+    own = list(pipeline.named_parameters())
+    assert own
+    for name, param in own:
+        torch.testing.assert_close(param.grad, theirs[name], atol=1e-6, rtol=1e-6)
+
+
+def assert_same_weights(state, model):
+    assert list(state) == list(model.state_dict())
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(state[name], value, atol=1e-6, rtol=1e-6)
+
+
+def train_tied(world, schedule):
+    """Three steps with Adam, batches of several sizes, and a checkpoint; what each rank holds of the tied weights."""
+    model = gpt()
+    pipeline = paceline.Pipeline(
+        copy.deepcopy(model), microbatches=4, schedule=schedule, loss=token_loss, count=num_tokens
+    ).eval()
+    assert sum(param.numel() for param in pipeline.parameters()) < sum(param.numel() for param in model.parameters())
+    ours, theirs = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (pipeline, model))
+    for step, num_samples in enumerate((8, 7, 2)):
+        inputs, targets = tokens(num_samples, step)
+        expected = token_loss(model(inputs), targets)
+        expected.backward()
+        is_first, is_last = world.rank == 0, world.rank == world.world_size - 1
+        loss = pipeline.forward_backward(inputs if is_first else None, target=targets if is_last else None)
+        torch.testing.assert_close(loss, expected.detach())
+        if step != 1:  # the gradients of the second are added to
+            assert_same_grads(pipeline, model)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.testing.assert_close(pipeline.clip_grad_norm_(0.1), norm)
+            for optimizer in (ours, theirs):
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same_weights(pipeline.full_state_dict(), model)
+    torch.testing.assert_close(pipeline(tokens(5)[0]), model(tokens(5)[0]), atol=1e-5, rtol=1e-5)
+    pipeline.load_state_dict(gpt().state_dict())
+    assert_same_weights(pipeline.full_state_dict(), gpt())
+    mine = pipeline.module
+    return [each.weight.tolist() for each in (mine.tokens, mine.head) if each.weight is not None]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "schedule", "backend"),
+    [(2, "1f1b", "shm"), (2, "gpipe", "gloo"), (2, "interleaved", "shm"), (3, "1f1b", "shm")],
+)
+def test_training_is_that_of_one_process_and_tied_weights_stay_equal(world_size, schedule, backend):
+    held = run_ranks(world_size, train_tied, schedule, backend=backend)
+    tied = [weights for of_rank in held for weights in of_rank]
+    assert len(held[0]) == len(held[-1]) == 2
+    assert all(weights == tied[0] for weights in tied)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return x + self.norm(self.layer(x)).relu()
+
+
+def train_mesh(world, schedule):
+    """Two stages by two replicas, whose batches differ in size and padding."""
+    model = gpt()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replica"))
+    pipeline = paceline.Pipeline(
+        copy.deepcopy(model), ranks=mesh, microbatches=2, schedule=schedule, loss=token_loss, count=num_tokens
+    ).eval()
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.9) for each in (pipeline, model))
+    for step in range(3):
+        inputs, targets = tokens(7, step)
+        expected = token_loss(model(inputs), targets)
+        expected.backward()
+        share = slice(0, 3) if world.rank % 2 == 0 else slice(3, 7)
+        loss = pipeline.forward_backward(inputs[share], target=targets[share])
+        torch.testing.assert_close(loss, expected.detach())
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_weights(pipeline.full_state_dict(), model)
+    blocks = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(6, 1))
+    normed = paceline.Pipeline(blocks, ranks=mesh, microbatches=2, loss=lambda output: output.square().mean())
+    for _ in range(2):
+        normed.forward_backward(torch.randn(4, 6) + world.rank)
+    return {name: value.tolist() for name, value in normed.named_parameters()}
+
+
+def test_two_stages_by_two_replicas_train_as_one_process():
+    first, second, third, fourth = run_ranks(4, train_mesh, "1f1b", timeout_s=60)
+    assert first == second
+    assert third == fourth
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        if x.abs().sum() > 100:
+            raise KeyError("too much")
+        return x
+
+
+class Opaque:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Hides(nn.Module):
+    def forward(self, x):
+        return Opaque(x)
+
+
+def pipeline_of(*layers, **arguments):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 3))
+    return paceline.Pipeline(model, microbatches=2, loss=nn.CrossEntropyLoss(), **arguments)
+
+
+def build_differently(world):
+    pipeline_of(*(nn.Linear(6, 6) for _ in range(world.rank + 1)))
+
+
+def name_too_few(world):
+    pipeline_of(ranks=[0])
+
+
+def cut_where_nothing_is(world):
+    pipeline_of(balance=["9"])
+
+
+def ask_for_a_graph(world):
+    pipeline_of()(torch.randn(4, 6))
+
+
+def hide_a_tensor(world):
+    paceline.Pipeline([nn.Sequential(nn.Linear(6, 6), Hides()), nn.Identity()]).eval()(torch.randn(4, 6))
+
+
+def give_other_targets(world):
+    pipeline_of().forward_backward(torch.randn(4, 6), target=torch.zeros(5, dtype=torch.long))
+
+
+def fail_in_the_second(world):
+    pipeline = pipeline_of(Fails(), balance=["1"])
+    pipeline.forward_backward(torch.full((4, 6), 1e6), target=torch.zeros(4, dtype=torch.long))
+
+
+def go_on_after_a_failure(world):
+    pipeline = pipeline_of()
+    with pytest.raises(Exception):  # noqa: B017, PT011  # on one its own, on the other what it is told
+        pipeline.forward_backward(torch.randn(4, 6), target=torch.zeros(5, dtype=torch.long))
+    pipeline.forward_backward(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.long))
+
+
+def part_the_tied(world):
+    pipeline = paceline.Pipeline(gpt(), microbatches=2, loss=token_loss)
+    with torch.no_grad():
+        for param in pipeline.parameters():
+            param.add_(world.rank)
+    inputs, targets = tokens(4)
+    pipeline.forward_backward(inputs, target=targets)
+
+
+@pytest.mark.parametrize(
+    ("fn", "messages"),
+    [
+        (build_differently, ["PipelineError: rank 1 has ((6, 6), 'torch.float32') for '2.weight', but rank 0 has"] * 2),
+        (name_too_few, ["PipelineError: ranks=[0]: expected each rank of the world (0 to 1) once, got [0]."] * 2),
+        (cut_where_nothing_is, ["PlanError: balance names '9', but the units are 0, 1."] * 2),
+        (
+            ask_for_a_graph,
+            [f"PipelineError: rank {rank}: no graph reaches over ranks, so gradients need" for rank in (0, 1)],
+        ),
+        (hide_a_tensor, ["PipelineError: a stage passes on an object that holds a tensor, which would arrive", ""]),
+        (give_other_targets, ["", "DataError: target has size 5 along dimension 0, but the inputs have 4."]),
+        (
+            go_on_after_a_failure,
+            [f"PipelineError: rank {rank}: an earlier step of this pipeline failed" for rank in (0, 1)],
+        ),
+        (fail_in_the_second, ["", "KeyError: \"stage 1, microbatch 0, forward: 'too much'\""]),
+        (
+            part_the_tied,
+            [
+                f"PipelineError: rank {rank}: the tied weights 'positions' of lane 1 are no longer those of lane 0"
+                for rank in (0, 1)
+            ],
+        ),
+    ],
+    ids=lambda item: item.__name__ if callable(item) else "",
+)
+def test_errors_name_what_is_wrong(fn, messages):
+    for said, expected in zip(expect_errors(2, fn), messages, strict=True):
+        assert said.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], r"^ranks=\[\]: expected for each lane one rank, or equally many replicas\.$"),
+        ([[0, 1], [2]], r"^ranks=\[\[0, 1\], \[2\]\]: expected for each lane one rank, or equally many replicas\.$"),
+        ([0, 1, 1], r"^ranks=\[0, 1, 1\]: expected each rank of the world \(0 to 2\) once, got \[0, 1, 1\]\. Name all"),
+    ],
+)
+def test_ranks_that_make_no_layout_are_refused(ranks, message):
+    with pytest.raises(PipelineError, match=message):
+        make_layout(ranks, 3)
+
+
+def test_a_layout_tells_lanes_and_replicas():
+    layout = make_layout([[0, 2], [1, 3]], 4)
+    assert layout.place_of(2) == (0, 1)
+    assert layout.column(1) == [2, 3]
+    assert make_layout((1, 0), 2).rows == ((1,), (0,))
