@@ -60,11 +60,17 @@ class Rig:
 
 
 @pytest.fixture
-def rig():
+def waiting():
+    """Orders that came with the one to start."""
+    return []
+
+
+@pytest.fixture
+def rig(waiting):
     (orders, ordering), (hearing, told) = os.pipe(), os.pipe()
     loop, heard = Loop(), Heard()
     streams = [{"names": ["stdout", "stderr"], "is_terminal": False}]
-    agent = Conducted(orders, told, Decoder(), streams, [0, 0, 0, 0])
+    agent = Conducted(orders, told, Decoder(), streams, [0, 0, 0, 0], waiting)
     outlets = agent.open_outlets(Speakers(1), apart=False)
     agent.attend(loop, Display(loop, outlets, heard.on_abandoned, lambda _: None, lambda _: None), heard)
     made = Rig(loop, heard, agent, ordering, hearing)
@@ -81,6 +87,11 @@ def test_an_agent_whose_line_is_closed_is_abandoned(rig):
     rig.orders = -1
     rig.turn_until(lambda: rig.conducted.is_abandoned)
     assert rig.heard.told == [f"signals [{int(signal.SIGUSR1)}]", "lost so", "abandoned"]
+
+
+@pytest.mark.parametrize("waiting", [[{"do": "signal", "name": "SIGINT"}, {"do": "tick"}]])
+def test_orders_that_came_with_the_one_to_start_are_obeyed(rig):
+    assert rig.heard.told == [f"signals [{int(signal.SIGINT)}]"]
 
 
 def test_an_agent_that_hears_nothing_is_abandoned_unless_all_stand_still(rig, monkeypatch):

@@ -169,8 +169,8 @@ def describe_layout(layout: Layout, hosts: Sequence[str], *, own: int | None = N
         own: the number of this one, if it takes part.
     """
     where = f"{layout.address} port {layout.port}"
-    count = f"{layout.num_nodes} host{'' if layout.num_nodes == 1 else 's'}"
-    lines = [f"paceline: {layout.world_size} ranks on {count}, which meet at {where}"]
+    ranks, count = _count(layout.world_size, "rank"), _count(layout.num_nodes, "host")
+    lines = [f"paceline: {ranks} on {count}, which meet at {where}"]
     lines += [f"paceline: {'*' if node == own else ' '} node {node} is {host}" for node, host in enumerate(hosts)]
     return "\n".join(lines) + "\n"
 
@@ -207,6 +207,10 @@ def in_red(text: str) -> str:
 
 def _is_mere_stop(ending: Ending) -> bool:
     return ending.was_stopped and (ending.report is None or ending.report.kind != "raised")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _name(ending: Ending) -> str:

@@ -55,13 +55,14 @@ class _Agent:
     def serve(self) -> None:
         self._tell({"event": "hello", "version": paceline.__version__})
         while data := os.read(self._orders, 1 << 16):
-            for order in self._decoder.feed(data):
+            orders = iter(self._decoder.feed(data))
+            for order in orders:
                 if order["do"] == "prepare":
                     self._prepare(order)
                 elif order["do"] == "probe":
                     self._tell({"event": "probed", "answers": knock(order["doors"])})
                 elif order["do"] == "start":
-                    self._start(order)
+                    self._start(order, list(orders))
                     return
 
     def _prepare(self, order: Message) -> None:
@@ -83,7 +84,7 @@ class _Agent:
             }
         )
 
-    def _start(self, order: Message) -> None:
+    def _start(self, order: Message, waiting: list[Message]) -> None:
         assert self._spec is not None
         assert self._door is not None
         self._door.close()  # and with it its thread, before processes are started
@@ -92,7 +93,7 @@ class _Agent:
             address = Address(**order["address"])
             os.environ.update(interface_variables(address.interface, os.environ))
             spec = replace(spec, nodes=replace(spec.nodes, local_address=address.text))
-        conducted = Conducted(self._orders, self._told, self._decoder, order["streams"], order["window"])
+        conducted = Conducted(self._orders, self._told, self._decoder, order["streams"], order["window"], waiting)
         os.set_blocking(self._told, False)
         try:
             over = {"event": "over", "exit_status": launch(spec, conducted)}

@@ -83,19 +83,27 @@ class Conducted:
         decoder: has been fed what was read of the orders so far.
         streams: those of the conductor: which of "stdout" and "stderr" each is, and whether it is a terminal.
         window: that terminal's rows and columns, and the same in pixels.
+        waiting: orders that have been read, and not obeyed.
 
     Attributes:
         is_abandoned: nobody hears any more what is told.
     """
 
     def __init__(
-        self, orders: int, told: int, decoder: Decoder, streams: Sequence[Message], window: Sequence[int]
+        self,
+        orders: int,
+        told: int,
+        decoder: Decoder,
+        streams: Sequence[Message],
+        window: Sequence[int],
+        waiting: Sequence[Message] = (),
     ) -> None:
         self._orders = orders
         self._told = told
         self._decoder = decoder
         self._streams = streams
         self._size = list(window)
+        self._waiting = waiting
         self.is_abandoned = False
         self._outlets: list[Outlet] = []
         self._is_held = False
@@ -119,6 +127,8 @@ class Conducted:
         self._loop, self._display, self._supervisor = loop, display, supervisor
         loop.watch(self._orders, READ, self._hear)
         loop.call_later(TICK_S, self._listen_for_silence)
+        for order in self._waiting:
+            self._obey(order)
 
     def say(self, text: str, *, in_color: bool = False) -> None:
         self.tell({"event": "say", "text": text, "in_color": in_color})
