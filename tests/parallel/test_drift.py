@@ -172,9 +172,10 @@ def of_any_layout(world, make):
         lambda: torch.ones(8, 8, dtype=torch.complex64).mul(1j).conj(),
         lambda: torch.ones(8, 8, dtype=torch.complex64).mul(1j).conj().imag,
         lambda: torch.ones(20, 20).t()[::2],
+        lambda: torch.ones(300)[200:220],
         lambda: torch.tensor(1.0),
     ],
-    ids=["channels last", "conjugate", "negative", "strided", "scalar"],
+    ids=["channels last", "conjugate", "negative", "strided", "a part of another", "scalar"],
 )
 def test_tensors_of_any_layout_are_looked_at(make):
     assert run_ranks(2, of_any_layout, make) == [(10, True)] * 2

@@ -6,5 +6,5 @@ DIGEST_BYTES = 8
 NO_DIGEST = bytes(DIGEST_BYTES)
 
 
-def digest_of(content: bytes) -> bytes:
+def digest_of(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
