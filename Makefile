@@ -2,7 +2,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
-PYTEST_WORKERS ?= 2
+PYTEST_WORKERS ?= 3
 
 .PHONY: install demo test check lint format clean
 
@@ -22,7 +22,9 @@ demo: install
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/digits.py --save $(VENV)/demo/one.pt | tail -n 2
 	@$(BIN)/python examples/compare.py $(VENV)/demo/two.pt $(VENV)/demo/one.pt
 
+# Much of it starts processes, which need not compile what they import.
 test: install
+	@$(BIN)/python -m compileall -q src
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
 check: lint
