@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline import errors
+    from paceline import amp, errors
     from paceline.data import DataLoader, DistributedSampler, gather
     from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
@@ -42,6 +42,7 @@ __all__ = [
     "Pipeline",
     "SyncBatchNorm",
     "World",
+    "amp",
     "errors",
     "gather",
     "global_mean",
@@ -63,7 +64,7 @@ _register_backends()
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    elif name in ("comm", "data", "errors", "parallel", "pipeline", "plan"):
+    elif name in ("amp", "comm", "data", "errors", "parallel", "pipeline", "plan"):
         value = importlib.import_module(f"paceline.{name}")
     else:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -15,6 +15,8 @@
     ├── DataError                 ValueError    a sampler, loader or gather was given what does not fit together
     ├── ReplicaError              RuntimeError  a replica's error that cannot be raised anew; or nothing to train
     ├── PipelineError             RuntimeError  a pipeline cannot run as it was built or called
+    ├── AmpError                  RuntimeError  amp was called out of order or with unfit options (a ValueError too)
+    ├── LossScaleError            RuntimeError  gradients go on overflowing, and the loss scale is at its floor
     ├── LaunchError               RuntimeError  the ranks could not be started
     ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
     └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
@@ -70,6 +72,14 @@ class ReplicaError(PacelineError, RuntimeError):
 
 class PipelineError(PacelineError, RuntimeError):
     """A pipeline cannot run as it was built or called, or its tied weights have parted."""
+
+
+class AmpError(PacelineError, RuntimeError, ValueError):
+    """A call of amp came out of order, or with options that do not fit; Apex raises now the one, now the other."""
+
+
+class LossScaleError(PacelineError, RuntimeError):
+    """Gradients go on overflowing although the loss scale is at its floor; the message names the parameters."""
 
 
 class LaunchError(PacelineError, RuntimeError):

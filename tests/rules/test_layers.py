@@ -20,8 +20,9 @@ ROOMS: dict[str, set[str]] = {
     "parallel": {"plan", "comm"},
     "pipeline": {"plan", "comm", "parallel"},
     "data": set(),
+    "amp": {"parallel"},
     "launch": set(),
-    "cli": {"plan", "comm", "parallel", "pipeline", "data", "launch"},
+    "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "launch"},
 }
 
 # Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.

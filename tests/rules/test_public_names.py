@@ -20,6 +20,7 @@ PUBLIC = [
     "Pipeline",
     "SyncBatchNorm",
     "World",
+    "amp",
     "errors",
     "gather",
     "global_mean",

@@ -1,0 +1,145 @@
+"""``initialize``: models and optimizers made ready for an opt level.
+
+The invariant: whatever is wrong with the arguments is found before anything is changed.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from paceline.amp.convert import cast_model, check_is_whole
+from paceline.amp.masters import keep_in_checkpoints
+from paceline.amp.optimizers import OptimizerState, state_of
+from paceline.amp.options import Properties, choose, choose_bounds
+from paceline.amp.ranks import watch_for_wrappers
+from paceline.amp.scaler import LossScaler
+from paceline.amp.session import Session, begin, state
+from paceline.amp.wrapping import Casts, wrap
+from paceline.errors import AmpError
+from paceline.parallel.apex import LARC
+
+logger = logging.getLogger("paceline.amp")
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: Any = None,
+    patch_torch_functions: bool | str | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | str | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    patch_torch_functions_type: torch.dtype | None = None,
+) -> Any:
+    """Make models and optimizers ready for mixed precision; Apex's call.
+
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2")
+
+    Call it when the models are on their device and the optimizers are made, and before a model is wrapped by a
+    DistributedDataParallel or a DataParallel. A second call begins anew, for ``scale_loss`` with its own optimizers.
+
+    Args:
+        models: a module, or a list of modules. They are changed in place.
+        optimizers: an optimizer, or a list; None for inference.
+        enabled: False makes every call of amp do nothing.
+        opt_level: "O0" to "O3"; see ``amp.levels.LEVELS``. All else that is not None overrides it.
+        cast_model_type: the dtype of weights and inputs, under O2 and O3; False for no cast.
+        patch_torch_functions: whether functions are cast, under O1.
+        keep_batchnorm_fp32: whether batch normalisation stays float32, under O2 and O3.
+        master_weights: whether optimizers step float32 copies of weights, under O2 and O3.
+        loss_scale: a number, or "dynamic".
+        cast_model_outputs: the dtype of outputs; by default those in half precision are returned in float32.
+        num_losses: how many losses have a scale of their own; see ``loss_id`` of ``scale_loss``.
+        verbosity: 0 logs nothing.
+        min_loss_scale: the floor of a dynamic scale; by default 2**-16.
+        max_loss_scale: its ceiling.
+        patch_torch_functions_type: the dtype of functions under O1; float16 by default, or bfloat16.
+    Returns:
+        ``models``, or both; lists where lists came in.
+    Raises:
+        AmpError: an option does not fit the level; a model is wrapped already, or in half precision; an optimizer has
+            been through here before.
+        TypeError: these are no modules or no optimizers.
+    """
+    if not enabled:
+        begin(Session(verbosity=verbosity))
+        return models if optimizers is None else (models, optimizers)
+    properties = choose(
+        opt_level,
+        cast_model_type=cast_model_type,
+        patch_torch_functions=patch_torch_functions,
+        keep_batchnorm_fp32=keep_batchnorm_fp32,
+        master_weights=master_weights,
+        loss_scale=loss_scale,
+        patch_torch_functions_type=patch_torch_functions_type,
+    )
+    least, most = choose_bounds(min_loss_scale, max_loss_scale)
+    model_list = _models(models)
+    optimizer_list = _optimizers(optimizers)
+    scalers = [LossScaler(properties.loss_scale, min_loss_scale=least, max_loss_scale=most) for _ in range(num_losses)]
+    session = Session(properties, scalers, model_list, verbosity)
+    wholes = _weights_of(model_list) if properties.master_weights else {}
+    for model in model_list:
+        _convert(model, properties, cast_model_outputs)
+    for optimizer in optimizer_list:
+        OptimizerState(optimizer, session, uses_masters=bool(properties.master_weights), wholes=wholes)
+    begin(session)
+    session.watch = watch_for_wrappers()
+    if verbosity:
+        logger.info("%s", properties)
+    return models if optimizers is None else (models, optimizers)
+
+
+def _convert(model: Module, properties: Properties, outputs: torch.dtype | None) -> None:
+    dtype = properties.cast_model_type
+    if dtype is not None:
+        cast_model(model, dtype, keeps_batchnorm=bool(properties.keep_batchnorm_fp32))
+    keep_in_checkpoints(model)
+    functions = properties.patch_torch_functions_type if properties.patch_torch_functions else None
+    if dtype is not None or functions is not None or outputs is not None:
+        wrap(model, Casts(dtype, functions, outputs))
+
+
+def _weights_of(models: list[Module]) -> dict[int, Tensor]:
+    """What the weights hold before they are cast, by their ids: the masters' memory, so nothing is copied."""
+    return {id(param): param.data for model in models for param in model.parameters() if param.dtype == torch.float32}
+
+
+def _models(models: Any) -> list[Module]:
+    found = list(models) if isinstance(models, list) else [models]
+    for model in found:
+        if not isinstance(model, Module):
+            raise TypeError(f"models: expected a module or a list of modules, got {type(model).__name__}.")
+        if isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            raise AmpError(
+                f"models: {type(model).__name__} is a parallel wrapper. Wrap models after amp.initialize, around what "
+                "it returns."
+            )
+        if not state.allow_incoming_model_not_fp32:
+            check_is_whole(model)
+    return found
+
+
+def _optimizers(optimizers: Any) -> list[Any]:
+    found = [] if optimizers is None else list(optimizers) if isinstance(optimizers, list) else [optimizers]
+    for optimizer in found:
+        if not isinstance(optimizer, (Optimizer, LARC)):
+            raise TypeError(f"optimizers: expected an optimizer or a list of them, got {type(optimizer).__name__}.")
+        if state_of(optimizer) is not None:
+            raise AmpError(
+                f"this {type(optimizer).__name__} has been through amp.initialize already. Pass each optimizer once; "
+                "to begin anew, build a new one."
+            )
+    return found

@@ -1,0 +1,124 @@
+"""Master weights: float32 copies of weights that a model holds in fewer bits, which the optimizers step instead.
+
+A weight has one master, however many optimizers it is in. The model's weight is always its master, rounded: what writes
+to the weight in place, such as clamping or loading, is found by torch's count of writes and taken over, element by
+element, so that elements that were not written keep their bits.
+
+The invariant: whenever a master is handed out, the model's weight equals it, rounded.
+"""
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.amp.convert import HALF
+
+
+class Master:
+    """A weight and its master.
+
+    Attributes:
+        param: the model's weight.
+        weight: float32; what optimizers hold.
+    """
+
+    def __init__(self, param: Tensor, whole: Tensor | None = None) -> None:
+        self._param = weakref.ref(param)
+        self.weight = Parameter(param.detach().float() if whole is None else whole)
+        self._version = param._version
+
+    @property
+    def param(self) -> Tensor:
+        param = self._param()
+        assert param is not None, "the optimizer outlives the model whose weights it steps"
+        return param
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Follow what was written to the model's weight since."""
+        param = self.param
+        if param._version != self._version:
+            self._version = param._version
+            is_written = self.weight.to(param.dtype) != param
+            self.weight.copy_(torch.where(is_written, param.to(self.weight.dtype), self.weight))
+
+    def note(self) -> None:
+        """What was written to the model's weight is the master, rounded."""
+        self._version = self.param._version
+
+
+_masters = WeakTensorKeyDictionary()  # by the model's weight
+_of_weights = WeakTensorKeyDictionary()  # weak references to the same, by the master's weight
+
+
+def master_of(param: Tensor) -> Master | None:
+    """The master of a model's weight, up to date; None where it has none."""
+    master: Master | None = _masters.get(param)  # type: ignore[no-untyped-call]
+    if master is not None:
+        master.take_over()
+    return master
+
+
+def master_with(weight: Tensor) -> Master | None:
+    """The master whose float32 weight this is; None where it is none's."""
+    reference: weakref.ref[Master] | None = _of_weights.get(weight)  # type: ignore[no-untyped-call]
+    return None if reference is None else reference()
+
+
+def adopt(param: Tensor, whole: Tensor | None = None) -> Master:
+    """Give ``param`` a master, if it has none yet.
+
+    Args:
+        whole: its values in float32, if they are still there; else what ``param`` holds is taken.
+    """
+    master = master_of(param)
+    if master is None:
+        master = _masters[param] = Master(param, whole)
+        _of_weights[master.weight] = weakref.ref(master)
+    return master
+
+
+@torch.no_grad()
+def copy_to_model(masters: Sequence[Master]) -> None:
+    """Round masters to the model's weights."""
+    if masters:
+        torch._foreach_copy_([master.param for master in masters], [master.weight for master in masters])
+    for master in masters:
+        master.note()
+
+
+def keep_in_checkpoints(model: Module) -> None:
+    """Let the model's ``state_dict`` hold float32, masters where there are any, and let loading one set masters."""
+    for module in model.modules():
+        if _save not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_save)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
+
+
+def _save(module: Module, state_dict: dict[str, Any], prefix: str, local_metadata: object) -> None:  # noqa: ARG001
+    for name, tensor in _named(module):
+        key = prefix + name
+        if tensor.dtype not in HALF or key not in state_dict:
+            continue
+        keeps_graph = state_dict[key] is tensor  # keep_vars
+        master = master_of(tensor)
+        whole = tensor.float() if master is None else master.weight
+        state_dict[key] = whole if keeps_graph else whole.detach()
+
+
+@torch.no_grad()
+def _load(module: Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
+    for name, tensor in _named(module):
+        master, loaded = master_of(tensor), state_dict.get(prefix + name)
+        if master is not None and isinstance(loaded, Tensor) and loaded.shape == tensor.shape:
+            master.weight.copy_(loaded)  # torch itself loads what is rounded
+
+
+def _named(module: Module) -> Iterable[tuple[str, Tensor]]:
+    for tensors in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
