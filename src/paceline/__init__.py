@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import amp, errors
-    from paceline.data import DataLoader, DistributedSampler, gather
+    from paceline.data import BatchSampler, DataLoader, DistributedSampler, fingerprint, gather
     from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
     from paceline.parallel.global_mean import global_mean
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.world import World, init, shutdown
 
 _HOME_OF = {
+    "BatchSampler": "paceline.data",
     "DataLoader": "paceline.data",
     "DataParallel": "paceline.parallel",
     "DistributedDataParallel": "paceline.parallel",
@@ -25,6 +26,7 @@ _HOME_OF = {
     "Pipeline": "paceline.pipeline",
     "SyncBatchNorm": "paceline.parallel",
     "World": "paceline.world",
+    "fingerprint": "paceline.data",
     "gather": "paceline.data",
     "global_mean": "paceline.parallel",
     "init": "paceline.world",
@@ -35,6 +37,7 @@ _HOME_OF = {
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "BatchSampler",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",
@@ -44,6 +47,7 @@ __all__ = [
     "World",
     "amp",
     "errors",
+    "fingerprint",
     "gather",
     "global_mean",
     "init",

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader as TorchDataLoader
 
 from paceline.data import DataLoader, DistributedSampler, gather
 from paceline.data.exchange import _payload_device
@@ -293,6 +294,31 @@ def test_indices_of_no_known_form_are_refused(indices, got):
     assert refusal(gather, [1, 2], indices) == (
         "rank 0: indices should be a paceline DataLoader or DistributedSampler, or integers in one dimension; got "
         + got
+    )
+
+
+def test_what_is_often_given_in_place_of_indices_or_results_is_told_what_to_give_instead():
+    expected = (
+        "rank 0: indices is torch's DataLoader, which does not tell which samples it gave. Load from a "
+        "paceline.DataLoader, made with the same arguments but the sampler, and pass that; or pass the paceline "
+        "DistributedSampler that torch's loader draws from; or let the dataset return each sample's index, and pass "
+        "those."
+    )
+    assert refusal(gather, [1, 2], TorchDataLoader(Numbers(2))) == expected
+    assert refusal(gather, [1, 2], {"id": [1], "x": [2]}) == (
+        "rank 0: indices is a dict of ['id', 'x']; pass one of its values: the integers in the order of outputs, as a "
+        "tensor or a list of tensors"
+    )
+    batch = {"logits": torch.zeros(2, 3), "label": torch.zeros(2)}
+    assert refusal(gather, [batch, batch], range(4)) == (
+        "rank 0: outputs has results for 2 samples, but there are 4 indices. Its items are dicts, it seems one a "
+        "batch: pass one dict of lists of batches, {'logits': [batch['logits'] for batch in outputs], 'label': "
+        "[batch['label'] for batch in outputs]}."
+    )
+    assert refusal(gather, ([torch.zeros(4)], [torch.zeros(4)]), range(4)) == (
+        "rank 0: outputs has results for 2 samples, but there are 4 indices. Its items are of type list, it seems one "
+        "a batch or one a result: pass a dict with a name for each result, whose values are tensors or lists of "
+        "batches."
     )
 
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -22,6 +23,13 @@ class Noise(Numbers):
 
     def __getitem__(self, index):
         return torch.randint(2**40, ()).item()
+
+
+class TensorNoise(Numbers):
+    """Each sample is drawn from all random states there are."""
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
 
 
 class Stream(IterableDataset):
@@ -195,6 +203,22 @@ def test_worker_seeds_differ_by_rank_and_epoch_and_repeat_with_the_run():
     assert len({*first, *noise(1), *noise(0, seed=1)}) == 6
 
 
+@pytest.mark.slow
+def test_what_workers_draw_does_not_depend_on_how_many_there_are_nor_on_where_a_run_was_resumed():
+    def loader(num_workers):
+        torch.manual_seed(11)
+        return DataLoader(TensorNoise(16), 2, num_workers=num_workers, shuffle=True, num_replicas=2, rank=1)
+
+    alone = loader(1)
+    epochs = [list(itertools.chain(*batches(alone))) for _ in range(2)]
+    two = loader(2)
+    assert [list(itertools.chain(*batches(two))) for _ in range(2)] == epochs
+    assert len({*map(tuple, itertools.chain(*epochs))}) == 16
+    resumed = loader(2)
+    resumed.load_state_dict({**two.state_dict(), "epoch": 1, "consumed": 8})
+    assert list(itertools.chain(*batches(resumed))) == epochs[1][4:]
+
+
 def test_a_peek_does_not_shift_the_worker_seeds_of_the_pass_after_it():
     def noise(peek):
         torch.manual_seed(11)
@@ -252,7 +276,7 @@ def test_a_paceline_sampler_that_is_given_is_kept_in_step_as_well():
         assert batches(loader) != seen
 
 
-def test_iterable_datasets_pass_through():
+def test_iterable_datasets_alone_pass_through():
     assert batches(DataLoader(Stream(), 2)) == [[0, 1], [2, 3], [4]]
     assert batches(DataLoader(Stream(), 2, drop_last=True)) == [[0, 1], [2, 3]]
 

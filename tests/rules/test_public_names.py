@@ -13,6 +13,7 @@ import paceline
 SOURCE = pathlib.Path(paceline.__file__).parent
 
 PUBLIC = [
+    "BatchSampler",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",
@@ -22,6 +23,7 @@ PUBLIC = [
     "World",
     "amp",
     "errors",
+    "fingerprint",
     "gather",
     "global_mean",
     "init",

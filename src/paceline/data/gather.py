@@ -97,6 +97,17 @@ def _as_indices(indices: Any) -> npt.NDArray[np.int64]:
     if isinstance(indices, (DataLoader, DistributedSampler)):
         return indices.indices()
     given = type(indices).__name__
+    if isinstance(indices, (torch.utils.data.DataLoader, torch.utils.data.Sampler)):
+        raise DataError(
+            f"indices is torch's {given}, which does not tell which samples it gave. Load from a paceline.DataLoader, "
+            "made with the same arguments but the sampler, and pass that; or pass the paceline DistributedSampler that "
+            "torch's loader draws from; or let the dataset return each sample's index, and pass those."
+        )
+    if isinstance(indices, Mapping):
+        raise DataError(
+            f"indices is a {given} of {sorted(map(str, indices))}; pass one of its values: the integers in the order "
+            "of outputs, as a tensor or a list of tensors"
+        )
     if isinstance(indices, (list, tuple)) and indices and all(isinstance(i, Tensor) and i.dim() == 1 for i in indices):
         indices = torch.cat(list(indices))
     if isinstance(indices, Tensor):
@@ -126,7 +137,7 @@ def _check(reports: Mapping[int, _Report]) -> Shape:
             if leaf.num_rows != report.num_indices:
                 raise DataError(
                     f"rank {rank}: {spell(path)} has results for {leaf.num_rows} samples, but there are "
-                    f"{report.num_indices} indices. Give one result a sample, from a pass that ran to its end."
+                    f"{report.num_indices} indices. {leaf.advice}"
                 )
     return agree({rank: report.shape for rank, report in reports.items()})
 

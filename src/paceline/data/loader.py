@@ -20,9 +20,11 @@ from paceline.data.batches import dealt_shares
 from paceline.data.order import UNKNOWN
 from paceline.data.passes import Batches, SeededBatches
 from paceline.data.permutation import mix
+from paceline.data.progress import Pass
 from paceline.data.sampler import DistributedSampler, current_rank, place
 from paceline.data.shares import equal_shares, shares_of
 from paceline.data.stream import CollateStamped, InitWorker, ShardedStream
+from paceline.data.suspicions import Watch, warn_of_sharding_twice
 from paceline.errors import DataError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -64,6 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         sharded: the dataset holds or yields this rank's share already: it is not sharded again.
     Attributes:
         batch_size: of this rank, as in torch; its share where a global batch is dealt.
+        source: the sampler or stream of ours that the loader draws from, if any.
     Raises:
         DataError: what ``DistributedSampler`` refuses; or an argument for the sampler that is made here came where none
             is made; or a share of the global batch is empty.
@@ -139,9 +142,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self._source = _sampler_behind(self.sampler, batch_sampler)
+        self.source = _sampler_behind(self.sampler, batch_sampler)
         if is_stream:
-            self._source = ShardedStream(
+            self.source = ShardedStream(
                 cast(IterableDataset[T_co], dataset),
                 equal_shares(num_ranks) if shares is None else shares,
                 own_rank,
@@ -149,7 +152,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 batch_size=1 if batch_size is None else batch_size,
                 seed=seed,
             )
-        seeding_rank = current_rank() if self._source is None or sharded else self._source.rank
+        if is_stream and num_ranks > 1:
+            warn_of_sharding_twice(dataset, worker_init_fn)
+        self._watch = Watch(dataset, is_sharded=self.source is not None and not sharded)
+        seeding_rank = current_rank() if self.source is None or sharded else self.source.rank
         self._worker_key = mix(torch.initial_seed(), seed, seeding_rank)
         self._seeds_workers = generator is None
         if self._seeds_workers:
@@ -161,21 +167,22 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             DataError: as iterating over the ``DistributedSampler`` does.
         """
-        if self._source is None:
-            return super().__iter__()
-        current = self._source.begin_pass()
+        if self.source is None:
+            return Batches(super().__iter__(), Pass(0, 0, 0), self._watch)
+        current = self.source.begin_pass()
         if self._seeds_workers:
             # By epoch, and not one draw after another: a look at the data on one rank shifts nothing.
             self.generator.manual_seed(mix(self._worker_key, current.epoch))
-        known = self._source.length
+        known = self.source.length
         # Torch counts the batches of a whole epoch; what remains of one is counted here.
-        is_whole = current.start == 0 and isinstance(self._source, DistributedSampler)
+        is_whole = current.start == 0 and isinstance(self.source, DistributedSampler)
         step = self._samples_a_step()
         return Batches(
             super().__iter__(),
             current,
+            self._watch,
             samples_a_step=0 if step is None else step,
-            length=UNKNOWN if known is None or isinstance(self._source, ShardedStream) else max(known, current.start),
+            length=UNKNOWN if known is None or isinstance(self.source, ShardedStream) else max(known, current.start),
             num_batches=None if is_whole or step is None or known is None else self._num_batches(current.start),
         )
 
@@ -185,7 +192,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             TypeError: the dataset or the sampler has no length.
         """
-        if isinstance(self._source, ShardedStream):
+        if isinstance(self.source, ShardedStream):
             len(self.dataset)  # type: ignore[arg-type]  # for torch's error
             return self._num_batches(0)
         return super().__len__()
@@ -201,8 +208,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         parts: list[Any] = [self.batch_sampler, getattr(self.batch_sampler, "sampler", None), self.sampler]
         if isinstance(self.dataset, IterableDataset):
             parts.append(self.dataset)
-        if isinstance(self._source, ShardedStream):
-            parts.append(self._source.progress)
+        if isinstance(self.source, ShardedStream):
+            parts.append(self.source.progress)
         for part in {id(part): part for part in parts}.values():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
@@ -280,7 +287,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             DataError: the batches are drawn by something else than a paceline ``DistributedSampler``, alone or in
                 torch's own ``BatchSampler``; or workers may give them out of order.
         """
-        if not isinstance(self._source, DistributedSampler) or self._samples_a_step() is None:
+        if not isinstance(self.source, DistributedSampler) or self._samples_a_step() is None:
             raise DataError(
                 f"only a loader on a paceline DistributedSampler can tell its indices; this one draws from "
                 f"{self._drawn_from()}. Let the dataset return each sample's index and pass those."
@@ -290,7 +297,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "a loader with in_order=False gives batches in whatever order its workers finish, so its indices are "
                 "not known. Use in_order=True, or let the dataset return each sample's index and pass those."
             )
-        indices = self._source.indices()
+        indices = self.source.indices()
         batches = self.batch_sampler
         if isinstance(batches, BatchSampler) and batches.drop_last:
             return indices[: len(indices) // batches.batch_size * batches.batch_size]
@@ -303,17 +310,17 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         step = self._samples_a_step()
         if self.num_workers == 0 or step is None or not self._auto_collation or not self._seeds_workers:
             return batches
-        if not isinstance(self._source, DistributedSampler):
+        if not isinstance(self.source, DistributedSampler):
             return batches
-        return SeededBatches(batches, self._worker_key, self._source.progress, step)
+        return SeededBatches(batches, self._worker_key, self.source.progress, step)
 
     def _get_iterator(self) -> Any:
-        if not isinstance(self._source, ShardedStream):
+        if not isinstance(self.source, ShardedStream):
             return super()._get_iterator()
         # torch's iterators take everything from the loader that they are given; the user's keeps its dataset.
         twin = copy.copy(self)
         vars(twin).update(
-            dataset=self._source,
+            dataset=self.source,
             collate_fn=CollateStamped(self.collate_fn, is_batched=self._auto_collation),
             worker_init_fn=InitWorker(self.worker_init_fn),
         )
@@ -321,29 +328,29 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 
     def _samples_a_step(self) -> int | None:
         """How many positions of the epoch all ranks together take with each batch; None where that isn't known."""
-        if self._source is None:
+        if self.source is None:
             return None
-        shares, batches = self._source.shares, self.batch_sampler
-        if batches is None or batches is self._source:
-            return shares.total // shares.sizes[self._source.rank]
+        shares, batches = self.source.shares, self.batch_sampler
+        if batches is None or batches is self.source:
+            return shares.total // shares.sizes[self.source.rank]
         if not isinstance(batches, BatchSampler) or type(batches) not in (BatchSampler, OwnBatchSampler):
             return None
-        return batches.batch_size * shares.total // shares.sizes[self._source.rank]
+        return batches.batch_size * shares.total // shares.sizes[self.source.rank]
 
     def _num_batches(self, start: int, rank: int | None = None) -> int:
         """How many batches a rank has of an epoch from ``start`` on."""
-        assert self._source is not None
-        rank = self._source.rank if rank is None else rank
-        num_samples = self._source.portion_of(rank, start).num_samples
+        assert self.source is not None
+        rank = self.source.rank if rank is None else rank
+        num_samples = self.source.portion_of(rank, start).num_samples
         batches: Any = self.batch_sampler
-        if batches is None or batches is self._source:
+        if batches is None or batches is self.source:
             return num_samples
-        sizes = self._source.shares.sizes
-        batch_size: int = batches.batch_size // sizes[self._source.rank] * sizes[rank]
+        sizes = self.source.shares.sizes
+        batch_size: int = batches.batch_size // sizes[self.source.rank] * sizes[rank]
         return num_samples // batch_size if batches.drop_last else -(-num_samples // batch_size)
 
     def _counting_source(self) -> DistributedSampler | ShardedStream:
-        if self._source is None or self._samples_a_step() is None:
+        if self.source is None or self._samples_a_step() is None:
             raise DataError(
                 f"this loader keeps no count of samples, since it draws from {self._drawn_from()}. Wrap that in a "
                 "paceline DistributedSampler, or let the loader make its own."
@@ -353,10 +360,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 "a loader with in_order=False gives batches in whatever order its workers finish, so what has been "
                 "consumed is not known. Use in_order=True."
             )
-        return self._source
+        return self.source
 
     def _drawn_from(self) -> str:
-        return type(self.sampler if self._source is None else self.batch_sampler).__name__
+        return type(self.sampler if self.source is None else self.batch_sampler).__name__
 
 
 def _is_stream(dataset: Any) -> bool:

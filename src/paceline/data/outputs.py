@@ -29,6 +29,7 @@ class Shape:
     dtype: torch.dtype | None = None
     row_shape: tuple[int, ...] = ()
     name: str = ""
+    advice: str = "Give one result a sample, from a pass that ran to its end."
     children: dict[str, "Shape"] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -76,7 +77,7 @@ def describe(outputs: Any, path: Path = ()) -> tuple[Shape, Leaves]:
             f"{spell(path)} mixes {num_tensors} tensors with {len(outputs) - num_tensors} other objects; it should "
             "hold batches, all tensors, or one object a sample, none of them a tensor"
         )
-    return Shape("objects", len(outputs)), {path: list(outputs)}
+    return Shape("objects", len(outputs), advice=_advice_for(outputs)), {path: list(outputs)}
 
 
 def agree(shapes: Mapping[int, Shape], path: Path = ()) -> Shape:
@@ -103,7 +104,7 @@ def agree(shapes: Mapping[int, Shape], path: Path = ()) -> Shape:
     children = {
         key: agree({rank: shape.children[key] for rank, shape in known.items()}, (*path, key)) for key in first.children
     }
-    return Shape(first.kind, first.num_rows, first.dtype, first.row_shape, first.name, children)
+    return Shape(first.kind, first.num_rows, first.dtype, first.row_shape, first.name, children=children)
 
 
 def leaves_of(shape: Shape, path: Path = ()) -> dict[Path, Shape]:
@@ -140,6 +141,20 @@ def rebuild(shape: Shape, values: Mapping[Path, Any], like: Any, path: Path = ()
 def spell(path: Path) -> str:
     """A path as a caller would write it."""
     return "outputs" + "".join(f"[{key!r}]" for key in path)
+
+
+def _advice_for(objects: Sequence[Any]) -> str:
+    """What to do where there are not as many objects as samples: most often they are one a batch."""
+    item = objects[0]
+    if isinstance(item, Mapping):
+        keys = ", ".join(f"{key!r}: [batch[{key!r}] for batch in outputs]" for key in list(item)[:2])
+        return f"Its items are dicts, it seems one a batch: pass one dict of lists of batches, {{{keys}}}."
+    if isinstance(item, (list, tuple)):
+        return (
+            f"Its items are of type {type(item).__name__}, it seems one a batch or one a result: pass a dict with a "
+            "name for each result, whose values are tensors or lists of batches."
+        )
+    return Shape.advice
 
 
 def _is_namedtuple(value: Any) -> bool:

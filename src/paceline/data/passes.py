@@ -6,20 +6,30 @@ The invariant: a batch is consumed when the training loop has been given it, and
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from paceline.data.order import UNKNOWN
 from paceline.data.permutation import mix
 from paceline.data.progress import Pass, Progress
 from paceline.data.seeds import SeededBatch
 from paceline.data.stream import Stamped
+from paceline.data.suspicions import Watch
 
 
 class Batches(Iterator[Any]):
     """torch's iterator over a loader, counting; the pass counts as an epoch from its second batch on."""
 
     def __init__(
-        self, batches: Iterator[Any], current: Pass, *, samples_a_step: int, length: int, num_batches: int | None
+        self,
+        batches: Iterator[Any],
+        current: Pass,
+        watch: Watch,
+        *,
+        samples_a_step: int = 0,
+        length: int = UNKNOWN,
+        num_batches: int | None = None,
     ) -> None:
         self._batches = batches
         self._current = current
+        self._watch = watch
         self._samples_a_step = samples_a_step
         self._length = length
         self._num_batches = num_batches
@@ -36,8 +46,9 @@ class Batches(Iterator[Any]):
         self._current.snapshot = None
         if isinstance(batch, Stamped):
             batch, self._current.snapshot = batch.value, batch.state
-        if self._num_given == 2:
-            self._current.is_counted = True
+        if self._num_given <= 2:
+            self._watch.see(batch, self._num_given)
+            self._current.is_counted = self._num_given == 2
         return batch
 
     def __len__(self) -> int:

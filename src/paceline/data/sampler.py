@@ -4,6 +4,7 @@ The invariant: position p of an epoch holds the same sample whatever the number 
 positions r, r + N, r + 2N, ... So a step sees the same global batch on one rank or on many.
 """
 
+import contextlib
 import itertools
 import operator
 import warnings
@@ -177,6 +178,15 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.drop_last = self.drop_last if drop_last is None else drop_last
         epoch = self._portion(0)
         self.num_samples, self.total_size = epoch.num_samples, epoch.num_dealt
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, iterating only reads the epoch in use."""
+        before, self._paced_by_loader = self._paced_by_loader, True
+        try:
+            yield
+        finally:
+            self._paced_by_loader = before
 
     def begin_pass(self) -> Pass:
         """Begin a pass for a loader that decides itself when it counts; the loader then iterates over the sampler.

@@ -4,6 +4,7 @@ The invariant: nothing here leaves a trace in the random state of a process that
 samples, are seeded anew for each batch.
 """
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -62,6 +63,16 @@ def _set_state(state: Any) -> None:
     torch.default_generator.set_state(state[0])
     np.random.set_state(state[1])
     random.setstate(state[2])
+
+
+@contextlib.contextmanager
+def kept_randomness() -> Iterator[None]:
+    """Put the process's random state back as it was."""
+    state = _state()
+    try:
+        yield
+    finally:
+        _set_state(state)
 
 
 class SeededBatch(list[Any]):

@@ -10,6 +10,7 @@ return the position in the stream is one number for all, and so is the dataset's
 much for each sample, decoding say, belongs into ``collate_fn`` or a map over the loader, behind the sharding.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -122,7 +123,7 @@ class ShardedStream(IterableDataset[Any]):
         rounds = order.rounds(portion)
         for number in itertools.count():
             block: list[Any] = []
-            with order.randomness:
+            with order.randomness, _as_if_alone():
                 num_read = 0
                 for part in rounds:
                     block += part
@@ -135,6 +136,17 @@ class ShardedStream(IterableDataset[Any]):
             if not block:
                 return
             yield block
+
+
+@contextlib.contextmanager
+def _as_if_alone() -> Iterator[None]:
+    """Let a dataset find no worker info: by torch's recipe for streams it would share out by it what is shared here."""
+    worker: Any = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 class CollateStamped:
