@@ -156,8 +156,12 @@ class OptimizerState:
         return verdicts
 
     def skip_next(self, reason: str) -> None:
-        """Take no step the next time that ``step`` is called."""
+        """Take no step the next time that ``step`` is called. Gradients become zeros, so that what another backward
+        adds to them is judged by itself."""
         self._reason = reason
+        for param in self.held():
+            if param.grad is not None:
+                param.grad.zero_()
 
     # -- in the place of the optimizer's methods ----------------------------------------------------------------------
 

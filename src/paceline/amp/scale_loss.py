@@ -37,7 +37,8 @@ def scale_loss(
         optimizer.step()
 
     After the block gradients are unscaled, in ``amp.master_params(optimizer)``. Where they are not finite, on any rank
-    that trains the model, the scale is halved and the next step of these optimizers is skipped, on all ranks.
+    that trains the model, the scale is halved, gradients become zeros, and the next step of these optimizers is
+    skipped, on all ranks.
 
     Several backwards may accumulate, of one loss or of several. Within ``no_sync`` of a DistributedDataParallel,
     gradients stay scaled, in the model, until a backward outside of it.
@@ -97,13 +98,14 @@ def _finish(
     scale = scaler.loss_scale()
     verdicts = [verdict for each in states for verdict in each.unscale(scale)]
     is_overflow = _is_overflow(verdicts, [each.company() for each in states])
+    is_stuck = is_last and scaler.update(is_overflow=is_overflow or scaler.is_overflow_pending)
+    scaler.is_overflow_pending = not is_last and (is_overflow or scaler.is_overflow_pending)
+    explanation = _explain(session, scaler, loss_id, states) if is_stuck else ""
     if is_overflow:
         for each in states:
             each.skip_next(f"the gradients of loss {loss_id}, scaled by {scale:g}, have overflowed")
-    is_stuck = is_last and scaler.update(is_overflow=is_overflow or scaler.is_overflow_pending)
-    scaler.is_overflow_pending = not is_last and (is_overflow or scaler.is_overflow_pending)
     if is_stuck:
-        raise LossScaleError(_explain(session, scaler, loss_id, states))
+        raise LossScaleError(explanation)
 
 
 def _is_overflow(verdicts: Sequence[Tensor], companies: Sequence[Company]) -> bool:
