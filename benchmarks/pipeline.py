@@ -1,0 +1,126 @@
+"""Pipelines: how much their lanes wait, and what they keep, beside what theory says.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 20]           # a thread for each stage
+    OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/pipeline.py              # a rank for each stage
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --bytes [--stages 4]
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --draw docs/figures
+
+Waits: two equal stages of six layers of 512, with one thread each, on microbatches of 128 rows. "measured" is the share
+of the lanes' time in which they wait, from the first action to the last; "theory" is (p - 1) / (m + p - 1). The share
+depends on which of two equal stages is a little slower, so it is the median over the rounds, with the quartiles.
+"speed" is the time of the undivided model in one thread, with gradients accumulated over the same microbatches, over
+that of the pipeline: at best p times what theory leaves.
+
+Bytes: the most that each stage keeps from forward to backward, by ``Pipeline.measure_bytes``, in microbatches' worth.
+
+The last results, with their machine, are in docs/performance.md.
+"""
+
+import argparse
+import pathlib
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paceline
+from paceline.pipeline import draw, make_schedule
+
+WIDTH, ROWS = 512, 128
+
+
+def stages_of(num_stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(*(layer for _ in range(6) for layer in (nn.Tanh(), nn.Linear(WIDTH, WIDTH))))
+        for _ in range(num_stages)
+    ]
+
+
+def mean(output: torch.Tensor) -> torch.Tensor:
+    return output.mean()
+
+
+def seconds(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def show_waits(rounds: int) -> None:
+    is_over_ranks = dist.is_initialized() and dist.get_world_size() > 1
+    lanes = {"ranks": [0, 1]} if is_over_ranks else {"devices": ["cpu", "cpu"]}
+    speaks = not is_over_ranks or dist.get_rank() == 0
+    if speaks:
+        print(f"{'':24}{'measured':>10}{'quartiles':>16}{'theory':>9}{'speed':>8}")
+    for name in ("gpipe", "1f1b"):
+        for count in (2, 4, 8, 16):
+            pipeline = paceline.Pipeline(stages_of(2), microbatches=count, schedule=name, loss=mean, **lanes)
+            whole = nn.Sequential(*stages_of(2))
+            x = torch.randn(count * ROWS, WIDTH)
+
+            def accumulate(whole: nn.Module = whole, x: torch.Tensor = x, count: int = count) -> None:
+                for part in x.chunk(count):
+                    (mean(whole(part)) / count).backward()
+
+            bubbles, speeds = [], []
+            for number in range(rounds + 2):
+                took = seconds(lambda pipeline=pipeline, x=x: pipeline.forward_backward(x))
+                bubble = pipeline.measured_bubble()
+                alone = seconds(accumulate) if speaks else 0.0
+                if is_over_ranks:
+                    dist.barrier()
+                if number >= 2:  # the first two warm up
+                    bubbles.append(bubble)
+                    speeds.append(alone / took)
+            low, middle, high = statistics.quantiles(bubbles, n=4)
+            if speaks:
+                row = f"{name}, {count} microbatches"
+                quartiles = f"{low:.1%} - {high:.1%}"
+                theory = 1 / (count + 1)
+                print(f"{row:24}{middle:10.1%}{quartiles:>16}{theory:9.1%}{statistics.median(speeds):8.2f}")
+
+
+def show_bytes(num_stages: int) -> None:
+    count = 2 * num_stages
+    print(f"{num_stages} stages, {count} microbatches, in microbatches' worth of one stage:")
+    for name in ("gpipe", "1f1b"):
+        pipeline = paceline.Pipeline(
+            stages_of(num_stages), ["cpu"] * num_stages, microbatches=count, schedule=name, loss=mean
+        )
+        one = paceline.Pipeline(stages_of(1), ["cpu"], microbatches=1, loss=mean)
+        kept: list[dict[int, int]] = []
+        for model, size in ((pipeline, count), (one, 1)):
+            with model.measure_bytes() as peaks:
+                model.forward_backward(torch.randn(size * ROWS, WIDTH))
+            kept.append(peaks)
+        worth = kept[1][0]
+        print(f"{name:8}" + "".join(f"{kept[0][stage] / worth:8.2f}" for stage in range(num_stages)))
+
+
+def draw_all(folder: pathlib.Path) -> None:
+    for name, num_stages in (("gpipe", 4), ("1f1b", 4), ("interleaved", 8)):
+        draw(make_schedule(name, 4, num_stages, 8), folder / f"pipeline-{name}.svg")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--draw", type=pathlib.Path)
+    arguments = parser.parse_args()
+    if arguments.bytes:
+        show_bytes(arguments.stages)
+    elif arguments.draw is not None:
+        draw_all(arguments.draw)
+    else:
+        with paceline.init():
+            show_waits(arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
