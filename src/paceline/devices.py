@@ -66,9 +66,8 @@ def choose_device(
     check_device(device)
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     if chosen.type == "cuda":
-        index = local_rank if chosen.index is None else chosen.index
-        if chosen.index is None and may_be_bound and torch.cuda.device_count() == 1:
-            index = 0
+        own = 0 if may_be_bound and torch.cuda.device_count() == 1 else local_rank
+        index = own if chosen.index is None else chosen.index
         if index >= torch.cuda.device_count():
             raise WorldError(
                 f"rank {rank}: its device would be cuda:{index}, but this host shows "
