@@ -128,8 +128,19 @@ def test_a_model_with_a_list_of_blocks_is_cut_and_skip_connections_cross(num_sta
         torch.testing.assert_close(pipeline(tokens), model(tokens))
 
 
-def test_what_forward_does_in_training_only_is_done_in_training_only():
-    pipeline, tokens = paceline.Pipeline(gpt(), CPUS, microbatches=1), torch.randint(11, (2, 7))
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = Gpt()
+
+    def forward(self, tokens):
+        return self.body(tokens)
+
+
+@pytest.mark.parametrize("kind", [Gpt, Outer])
+def test_what_forward_does_in_training_only_is_done_in_training_only(kind):
+    pipeline, tokens = paceline.Pipeline(kind(), CPUS, microbatches=1), torch.randint(11, (2, 7))
+    assert all(part.training for part in pipeline.module.modules())
     with torch.no_grad():
         assert not torch.equal(pipeline(tokens), pipeline(tokens))  # dropout
         pipeline.eval()
@@ -368,6 +379,66 @@ class Backwards(Twice):
 def test_models_that_cannot_be_cut_are_refused(model, message):
     with pytest.raises(PlanError, match=message):
         paceline.Pipeline(model, CPUS)
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """torch tells ``cpu:0`` from ``cpu``, and copies between them, as between devices."""
+    monkeypatch.setattr("paceline.pipeline.pipeline.as_device", torch.device)
+    return ["cpu", "cpu:0"]
+
+
+def test_tied_weights_on_two_devices_are_one_parameter(two_devices):
+    model, tokens = gpt().eval(), torch.randint(11, (5, 7))
+    pipeline = paceline.Pipeline(copy.deepcopy(model), two_devices, microbatches=2, loss=token_loss)
+    pipeline.eval()
+    assert len(list(pipeline.parameters())) == len(list(model.parameters()))
+    ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipeline, model))
+    for _ in range(3):
+        token_loss(model(tokens), tokens).backward()
+        pipeline.forward_backward(tokens, target=tokens)
+        assert_same_grads(pipeline, model)
+        ours.step(), theirs.step()
+    pipeline.zero_grad(), model.zero_grad()
+    token_loss(model(tokens), tokens).backward()
+    token_loss(pipeline(tokens), tokens).backward()
+    assert_same_grads(pipeline, model)
+
+
+def test_a_module_on_two_devices_is_refused(two_devices):
+    shared = nn.Linear(6, 6)
+    message = r"^'0', a Linear, is in stage 0 on cpu and in stage 1 on cpu:0\. Give each stage a module of its own"
+    with pytest.raises(PipelineError, match=message):
+        paceline.Pipeline(nn.Sequential(shared, shared), two_devices)
+
+
+def test_a_module_in_two_stages_of_one_device_is_as_in_the_undivided_model():
+    torch.manual_seed(0)
+    shared = nn.Linear(6, 6)
+    model, (x, _) = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh()), data(5)
+    pipeline = paceline.Pipeline(copy.deepcopy(model), CPUS, balance=["2"], loss=lambda output: output.square().mean())
+    model(x).square().mean().backward()
+    pipeline.forward_backward(x)
+    assert pipeline.units == [["0", "1"], ["2", "3"]]
+    assert_same_grads(pipeline, model)
+
+
+def test_autocast_holds_in_all_lanes():
+    model, (x, y) = mlp(), data()
+    pipeline = paceline.Pipeline(copy.deepcopy(model), CPUS, microbatches=1, loss=nn.CrossEntropyLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = functional.cross_entropy(model(x), y)
+        loss = pipeline.forward_backward(x, target=y)
+    assert loss == expected
+    assert torch.equal(pipeline(x), model(x))
+
+
+def test_inputs_get_their_gradients():
+    model, (x, y) = mlp(), data()
+    own, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    paceline.Pipeline(copy.deepcopy(model), CPUS, loss=nn.CrossEntropyLoss()).forward_backward(own, target=y)
+    functional.cross_entropy(model(theirs), y).backward()
+    torch.testing.assert_close(own.grad, theirs.grad, atol=1e-6, rtol=1e-6)
 
 
 def test_what_cannot_be_run_is_refused():

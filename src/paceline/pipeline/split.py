@@ -46,7 +46,8 @@ class Row:
 
 
 def _flat(module: Sequential, prefix: str) -> Iterator[tuple[str, Module]]:
-    for name, child in module.named_children():
+    for name, child in module._modules.items():  # ``named_children`` leaves out what comes again, such as one ReLU
+        assert child is not None
         if type(child) is Sequential and len(child) > 0 and not _has_hooks(child):
             yield from _flat(child, f"{prefix}{name}.")
         else:
@@ -77,17 +78,18 @@ class Traced:
         keywords: Sequence[str] = (),
     ) -> None:
         blocks = list(starts) if starts is not None else _blocks_of(module)
-        before = module.training
-        own_modes = {part: part.training for part in module.modules()}
+        followed = [part for name, part in module.named_modules() if not _is_leaf(name, blocks)]
+        before = [part.training for part in followed]
         self._graphs: dict[bool, tuple[fx.Graph, dict[fx.Node, int]]] = {}
         try:
             for mode in (True, False):  # what forward does with `self.training` is fixed when it is traced
-                module.training = mode
+                for part in followed:
+                    part.training = mode
                 graph = _trace(module, blocks, num_args, keywords)
                 self._graphs[mode] = graph, _units_of(graph, blocks, ends_last=starts is None)
         finally:
-            module.training = before
-            assert own_modes == {part: part.training for part in module.modules()}
+            for part, mode in zip(followed, before, strict=True):
+                part.training = mode
         self._module = module
         self.units = ["(before)", *blocks, *(["(after)"] if starts is None else [])]
 
@@ -116,7 +118,7 @@ class _Tracer(fx.Tracer):
         self._blocks = blocks
 
     def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:  # noqa: ARG002  # torch's signature
-        return not any(block.startswith(f"{module_qualified_name}.") for block in self._blocks)
+        return _is_leaf(module_qualified_name, self._blocks)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         """Let assertions pass, to be checked when the stage runs; torch's own way knows but the simplest of them."""
@@ -126,6 +128,11 @@ class _Tracer(fx.Tracer):
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         self.create_proxy("call_function", torch._assert, (obj, f"the assertion at {where} failed"), {})
         return True
+
+
+def _is_leaf(name: str, blocks: Sequence[str]) -> bool:
+    """Whether the module of that name is left whole: it holds no block. The model itself, "", never is."""
+    return name != "" and not any(block.startswith(f"{name}.") for block in blocks)
 
 
 def _asserts(frame: FrameType) -> bool:
@@ -193,7 +200,7 @@ def _blocks_of(module: Module) -> list[str]:
             "modules (balance=[...]), or a list of stages."
         )
     name, found = max(lists, key=lambda item: sum(parameter.numel() for parameter in item[1].parameters()))
-    return [f"{name}.{number}" if name else number for number, _ in found.named_children()]
+    return [f"{name}.{number}" if name else number for number in found._modules]
 
 
 def _part_of(root: Module, graph: fx.Graph, unit_of: dict[fx.Node, int], units: range) -> fx.GraphModule:
