@@ -135,6 +135,26 @@ def test_two_stages_by_two_replicas_train_as_one_process():
     assert third == fourth
 
 
+def measure_and_draw(world):
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
+    pipeline = paceline.Pipeline(
+        model, microbatches=2, loss=lambda output: output.square().mean(), balance="time", example=torch.randn(2, 6)
+    )
+    with pipeline.measure_bytes() as peaks:
+        pipeline.forward_backward(torch.randn(4, 6))
+    bubble, drawing = pipeline.measured_bubble(), pipeline.draw_last_step()
+    return pipeline.units, bubble, drawing, sorted(peaks)
+
+
+def test_ranks_share_what_the_first_measures_and_know_all_lanes_times():
+    first, second = run_ranks(2, measure_and_draw)
+    assert first[:3] == second[:3]
+    assert [first[3], second[3]] == [[0], [1]]
+    assert sum(map(len, first[0])) == 5
+    assert 0 <= first[1] < 1
+    assert first[2].count("<title>") == 8
+
+
 class Fails(nn.Module):
     def forward(self, x):
         if x.abs().sum() > 100:
