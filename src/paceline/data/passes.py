@@ -74,9 +74,9 @@ class SeededBatches(Iterable[Any]):
         self._samples_a_step = samples_a_step
 
     def __iter__(self) -> Iterator[SeededBatch]:
-        epoch, position = self._progress.epoch, self._progress.start
+        key, position = mix(self._key, self._progress.epoch), self._progress.start
         for batch in self._batches:
-            yield SeededBatch(batch, mix(self._key, epoch, position))
+            yield SeededBatch(batch, mix(key, position))
             position += self._samples_a_step
 
     def __len__(self) -> int:

@@ -25,7 +25,7 @@ _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 # Evaluated in blocks whose two arrays stay in a core's own cache.
-_BLOCK = 8192
+_BLOCK = 16384
 
 
 def mix(*words: int) -> int:
@@ -63,16 +63,19 @@ class Permutation:
         assert 1 <= size <= SIZE_LIMIT, size
         self.size = size
         key = mix(seed, epoch)
-        # Stable, so that even two equal keys give one order everywhere.
         self._table: npt.NDArray[np.int64] | None = None  # (size,)
         if size <= TABLE_LIMIT:
-            self._table = np.argsort(_key_stream(key, size), kind="stable")
+            # Each position in its random key's low bits: to sort keys takes a tenth of sorting what they point to.
+            low = np.uint64(TABLE_LIMIT - 1)
+            keys = (_key_stream(key, size) & ~low) | np.arange(size, dtype=np.uint64)
+            self._table = (np.sort(keys) & low).astype(np.int64)
+            return
         bits = max((size - 1).bit_length(), 2)
         self._word = np.uint32 if bits <= 32 else np.uint64
         self._mask = self._word(2**bits - 1)
         self._fold = self._word((bits + 1) // 2)
-        keys = [self._word(int(word) >> (64 - bits)) for word in _key_stream(key, 2 * ROUNDS)]
-        self._rounds = [(factor | self._word(1), term) for factor, term in zip(keys[::2], keys[1::2], strict=True)]
+        words = [self._word(int(word) >> (64 - bits)) for word in _key_stream(key, 2 * ROUNDS)]
+        self._rounds = [(factor | self._word(1), term) for factor, term in zip(words[::2], words[1::2], strict=True)]
 
     def permute(self, positions: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
         """Tell where each position goes.
