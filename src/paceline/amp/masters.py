@@ -1,8 +1,8 @@
 """Master weights: float32 copies of weights that a model holds in fewer bits, which the optimizers step instead.
 
 A weight has one master, however many optimizers it is in. The model's weight is always its master, rounded: what writes
-to the weight in place, such as clamping or loading, is found by torch's count of writes and taken over, element by
-element, so that elements that were not written keep their bits.
+to the weight in place, such as clamping or loading, is taken over, element by element, so that elements that were not
+written keep their bits. A step finds such writes by torch's count of them, a checkpoint by looking.
 
 The invariant: whenever a master is handed out, the model's weight equals it, rounded.
 """
@@ -39,10 +39,14 @@ class Master:
         return param
 
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Follow what was written to the model's weight since."""
+    def take_over(self, *, looks: bool = False) -> None:
+        """Follow what was written to the model's weight since.
+
+        Args:
+            looks: also for what torch has not counted, such as writes through ``.data``, by comparing all elements.
+        """
         param = self.param
-        if param._version != self._version:
+        if looks or param._version != self._version:
             self._version = param._version
             is_written = self.weight.to(param.dtype) != param
             self.weight.copy_(torch.where(is_written, param.to(self.weight.dtype), self.weight))
@@ -60,7 +64,7 @@ def master_of(param: Tensor) -> Master | None:
     """The master of a model's weight, up to date; None where it has none."""
     master: Master | None = _masters.get(param)  # type: ignore[no-untyped-call]
     if master is not None:
-        master.take_over()
+        master.take_over(looks=True)
     return master
 
 

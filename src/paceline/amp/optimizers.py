@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.amp.convert import HALF
 from paceline.amp.gradients import divide, move_to_masters, multiply
 from paceline.amp.masters import Master, adopt, copy_to_model, master_with
-from paceline.amp.ranks import Company
+from paceline.amp.ranks import Company, share
 
 logger = logging.getLogger("paceline.amp")
 
@@ -70,7 +70,8 @@ class OptimizerState:
         self._reason: str | None = None  # to skip the next step
         self._company: Company | None = None
         self._company_key: tuple[object, ...] = ()
-        self._shared_key: tuple[object, ...] = ()
+        self._shared: weakref.WeakSet[Any] = weakref.WeakSet()  # members of its company that know its masters
+        self._num_shared = 0
         self._take_over(optimizer, wholes)
         optimizer._amp_stash = self
         _replace(optimizer, "step", self._step)
@@ -132,11 +133,14 @@ class OptimizerState:
         """Bring what gradients there are to ``scale``, so that a backward can add to them."""
         masters, own = self.look()
         company = self.company()
-        if masters and self._shared_key != self._company_key:
+        if len(masters) != self._num_shared:
+            self._num_shared = len(masters)
+            self._shared.clear()
+        if strangers := [member for member in company.members if member not in self._shared]:
+            self._shared.update(strangers)
             for master in masters:
-                master.take_over()
-            company.share([master.weight for master in masters])
-            self._shared_key = self._company_key
+                master.take_over(looks=True)
+            share([master.weight for master in masters], strangers)
         multiply([*(master.param for master in masters), *own], scale / self._scale)
         self._scale = scale
 

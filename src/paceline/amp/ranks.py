@@ -12,13 +12,13 @@
 [Note: local gradients] Under ``no_sync`` gradients are not averages yet. They stay in the model, scaled, until a
 backward that averages: a wrapper averages what it finds there, and would not see what had been moved to masters.
 
-The invariant: whether a message is sent depends on the wrappers and on which parameters are trained, which are the same
-on all ranks.
+The invariant: whether a message is sent depends on what has been wrapped, in which order, and on which parameters are
+trained, which is the same on all ranks; not on when a wrapper that is no longer used is collected, which is not.
 """
 
+import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.apex import Reducer, reducers
+from paceline.parallel.apex import Reducer, numbers_of_reducers, reducers
 from paceline.parallel.replicas.broadcast import broadcast_tensors
 
 _Wrapper = torch.nn.parallel.DistributedDataParallel
-_wrappers: "weakref.WeakSet[_Wrapper]" = weakref.WeakSet()
+_wrappers: "weakref.WeakKeyDictionary[_Wrapper, int]" = weakref.WeakKeyDictionary()  # in the order of this number
+_numbers = itertools.count()
 
 
 def watch_for_wrappers() -> RemovableHandle:
@@ -39,7 +40,7 @@ def watch_for_wrappers() -> RemovableHandle:
 
     def see(parent: Module, name: str, child: Module) -> None:  # noqa: ARG001
         if isinstance(parent, _Wrapper):
-            _wrappers.add(parent)
+            _wrappers[parent] = next(_numbers)
 
     return register_module_module_registration_hook(see)
 
@@ -52,30 +53,23 @@ class Company:
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        wanted = {id(param) for param in params if param.requires_grad}
-        self._wrappers = [wrapper for wrapper in _wrappers if _has_others(wrapper) and wanted & _ids(wrapper.module)]
-        reduced = [reducer for reducer in reducers() if _has_others(reducer) and wanted & _ids(reducer.module)]
-        covered: set[int] = set().union(*(_ids(wrapper.module) for wrapper in self._wrappers))
-        self._all: list[_Wrapper | Reducer] = [*self._wrappers, *reduced]
+        wanted = {id(param) for param in params}
+        latest = {id(wrapper.module): wrapper for wrapper in sorted(_wrappers, key=_wrappers.__getitem__)}
+        self._wrappers = [each for each in latest.values() if _has_others(each) and wanted & _ids(each)]
+        reduced = [each for each in reducers() if _has_others(each) and wanted & _ids(each)]
+        covered: set[int] = set().union(*map(_ids, self._wrappers))
+        self.members: list[_Wrapper | Reducer] = [*self._wrappers, *reduced]
         self._must_ask = bool(reduced) or (bool(self._wrappers) and not wanted <= covered)
 
     @staticmethod
-    def key() -> tuple[Any, ...]:
+    def key() -> tuple[int, ...]:
         """It changes when there are other wrappers."""
-        return tuple(sorted(id(item) for item in (*_wrappers, *reducers())))
+        return (*_wrappers.values(), -1, *numbers_of_reducers())
 
     @property
     def is_local(self) -> bool:
         """Whether gradients of the last backward are this rank's alone. [Note: local gradients]"""
         return any(not wrapper.require_backward_grad_sync for wrapper in self._wrappers)
-
-    def share(self, masters: Sequence[Tensor]) -> None:
-        """Copy the masters of the first rank to all, as the wrapper has done with the weights. A collective call.
-
-        The weights are the first rank's masters, rounded, already. Nothing is written to them: a graph may need them.
-        """
-        for member in self._all:
-            broadcast_tensors(masters, _group_of(member))
 
     def agree(self, verdict: Tensor) -> Tensor:
         """The largest of the ranks' verdicts, where they may differ. [Note: agreement]
@@ -84,9 +78,23 @@ class Company:
             verdict: (1,)
         """
         if self._must_ask:
-            for member in self._all:
-                dist.all_reduce(verdict, dist.ReduceOp.MAX, group=_group_of(member))
+            for group in _groups_of(self.members):
+                dist.all_reduce(verdict, dist.ReduceOp.MAX, group=group)
         return verdict
+
+
+def share(masters: Sequence[Tensor], members: "Iterable[_Wrapper | Reducer]") -> None:
+    """Copy the masters of the first rank to all, as ``members`` have done with the weights. A collective call.
+
+    The weights are the first rank's masters, rounded, already. Nothing is written to them: a graph may need them.
+    """
+    for group in _groups_of(members):
+        broadcast_tensors(masters, group)
+
+
+def _groups_of(members: "Iterable[_Wrapper | Reducer]") -> list[dist.ProcessGroup]:
+    """Each once."""
+    return list(dict.fromkeys(_group_of(member) for member in members))
 
 
 def _group_of(member: "_Wrapper | Reducer") -> dist.ProcessGroup:
@@ -97,5 +105,7 @@ def _has_others(member: "_Wrapper | Reducer") -> bool:
     return dist.is_initialized() and dist.get_world_size(_group_of(member)) > 1
 
 
-def _ids(module: Module) -> set[int]:
-    return {id(param) for param in module.parameters()}
+def _ids(member: "_Wrapper | Reducer") -> set[int]:
+    """The parameters that it averages gradients of."""
+    ignored = getattr(member, "parameters_to_ignore", ())
+    return {id(param) for name, param in member.module.named_parameters() if name not in ignored}

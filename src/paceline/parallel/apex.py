@@ -4,6 +4,7 @@ The invariant: with equal weights at the start, ranks get the same gradients out
 """
 
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -91,7 +92,7 @@ class DistributedDataParallel(_DistributedDataParallel):
 
 def _reduce(
     group: dist.ProcessGroup, in_float: bool, before: float, after: float, _: object, bucket: GradBucket
-) -> "torch.futures.Future[Tensor]":
+) -> "torch.futures.Future[torch.Tensor]":
     """A communication hook: divide by ``before``, sum, multiply by ``after``."""
     buffer = bucket.buffer()
     wire = (buffer.float() if in_float else buffer).div(before)
@@ -99,7 +100,8 @@ def _reduce(
     return future.then(lambda done: done.value()[0].mul_(after).to(buffer.dtype))
 
 
-_reducers: "weakref.WeakSet[Reducer]" = weakref.WeakSet()
+_reducers: "weakref.WeakKeyDictionary[Reducer, int]" = weakref.WeakKeyDictionary()  # in the order of this number
+_numbers = itertools.count()
 
 
 class Reducer:
@@ -127,7 +129,7 @@ class Reducer:
         else:
             self.module = Module()
             self._grads = list(module_or_grads_list)
-        _reducers.add(self)
+        _reducers[self] = next(_numbers)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -149,8 +151,13 @@ class Reducer:
 
 
 def reducers() -> list[Reducer]:
-    """Those that there are."""
-    return list(_reducers)
+    """Those that there are, the latest for each module, in the order in which they were made."""
+    return list({id(each.module): each for each in sorted(_reducers, key=_reducers.__getitem__)}.values())
+
+
+def numbers_of_reducers() -> tuple[int, ...]:
+    """It changes when there are other ones."""
+    return tuple(_reducers.values())
 
 
 def convert_syncbn_model(
