@@ -127,6 +127,22 @@ def test_pairs_of_positions_under_the_network_are_jointly_uniform(other):
     assert chi_square(counts) < 148.2
 
 
+def test_each_position_under_the_network_is_uniform_over_epochs():
+    positions = np.array([0, 1, 2, 63, 64, 2500, 4096, 4999])
+    counts = np.zeros((len(positions), 100))
+    for epoch in range(4000):
+        counts[np.arange(len(positions)), Permutation(5000, seed=2, epoch=epoch).permute(positions) // 50] += 1
+    for row in counts:
+        assert chi_square(row) < 148.2
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3, 64, 4096])
+def test_positions_at_any_distance_are_uncorrelated(lag):
+    size = 1_000_000
+    images = shuffled(size, seed=6, epoch=1)
+    assert abs(np.corrcoef(images[:-lag], images[lag:])[0, 1]) < 4 / math.sqrt(size)
+
+
 def test_neighbours_end_up_as_far_apart_as_in_a_uniform_shuffle():
     size = 1_000_000
     gaps = np.abs(np.diff(shuffled(size)))

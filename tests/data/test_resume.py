@@ -29,7 +29,7 @@ class Counting(IterableDataset):
 
 
 class Seekable(Counting):
-    """The same, with a state: the next number. It shuffles in pairs, by the random state that it finds."""
+    """The same, with a state: the next number, at which it goes on."""
 
     position = 0
 
@@ -263,6 +263,17 @@ def test_a_stream_with_a_state_is_entered_there_and_others_are_read_up_to_there(
         resumed.load_state_dict(first.state_dict())
         assert flat(resumed) == list(range(40, 100))
         assert resumed.dataset.num_read == num_read
+
+
+def test_a_look_at_a_stream_with_a_state_loses_nothing():
+    loader = DataLoader(Seekable(10), 2)
+    assert next(iter(loader)).tolist() == [0, 1]
+    assert flat(loader) == list(range(10))
+    state = {**loader.state_dict(), "epoch": 0, "consumed": 4, "dataset": {"position": 4}}
+    loader.load_state_dict(state)
+    next(iter(loader))
+    assert flat(loader) == list(range(4, 10))
+    assert flat(loader) == list(range(10))
 
 
 @pytest.mark.slow

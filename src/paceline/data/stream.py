@@ -11,6 +11,7 @@ much for each sample, decoding say, belongs into ``collate_fn`` or a map over th
 """
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -57,7 +58,8 @@ class ShardedStream(IterableDataset[Any]):
         self.progress = Progress()
         self._tail: Tail = tail
         self._seed = seed
-        self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._initial: Any = copy.deepcopy(dataset.state_dict()) if has_state else None  # type: ignore[attr-defined]
         # Epoch and start, in memory that workers who live on from one epoch to the next share with the loader.
         self._place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self.deal(shares, batch_size // shares.sizes[rank])
@@ -116,10 +118,13 @@ class ShardedStream(IterableDataset[Any]):
         order = Drawn(self.dataset, [], seed=mix(self._seed, start - skipped), epoch=epoch)
         portion = Portion(self.shares, self.rank, skipped, UNKNOWN, self._tail)
         with order.randomness:
+            if self._initial is not None:
+                # A pass that was given up may have left the dataset anywhere.
+                self.dataset.load_state_dict(copy.deepcopy(self._initial))  # type: ignore[attr-defined]
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(epoch)
             if skipped < start:
-                self.dataset.load_state_dict(snapshot)  # type: ignore[attr-defined]
+                self.dataset.load_state_dict(copy.deepcopy(snapshot))  # type: ignore[attr-defined]
         rounds = order.rounds(portion)
         for number in itertools.count():
             block: list[Any] = []
@@ -131,8 +136,8 @@ class ShardedStream(IterableDataset[Any]):
                     if num_read == self._rounds_a_batch:
                         break
                 is_own = number % num_workers == worker
-                if block and is_own and self._has_state and num_read == self._rounds_a_batch:
-                    block[-1] = Stamped(block[-1], self.dataset.state_dict())  # type: ignore[attr-defined]
+                if block and is_own and self._initial is not None and num_read == self._rounds_a_batch:
+                    block[-1] = Stamped(block[-1], copy.deepcopy(self.dataset.state_dict()))  # type: ignore[attr-defined]
             if not block:
                 return
             yield block
