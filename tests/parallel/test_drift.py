@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import DistributedDataParallel
+from paceline.parallel.replicas import drift
 from support.ranks import expect_errors, run_ranks
 
 
@@ -126,6 +127,11 @@ def test_the_smaller_the_part_that_changed_the_longer_it_takes(rows, most):
     for steps, is_named in run_ranks(2, steps_until_a_part_is_found, rows):
         assert steps < most
         assert is_named
+
+
+@pytest.mark.parametrize("step", [1, 64, 1000, drift._STEP, 2 * drift._STEP])
+def test_each_element_has_its_turn(step):
+    assert {drift._start(position, step) for position in range(step)} == set(range(step))
 
 
 def of_mixed_dtypes(world):

@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import DistributedDataParallel
+from paceline.parallel import fields
 from support.models import TwoLayers, inputs
-from support.ranks import run_ranks
+from support.ranks import expect_errors, run_ranks
 from support.steps import grads, step
 
 
@@ -381,3 +382,21 @@ def gradient_for_the_input(world):
 
 def test_one_rank_may_ask_for_an_inputs_gradient_alone():
     assert run_ranks(2, gradient_for_the_input) == [[[1.5, 1.5]]] * 2
+
+
+def on_devices(world, devices):
+    """As if each rank's parameters lay on that device."""
+    place = torch.device(devices[world.rank])
+    fields._is_cpu, fields._device_of = lambda _: place.type == "cpu", lambda _: place
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+    model(torch.full((1, 1), 1.0 + world.rank)).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_each_rank_has_a_gpu_of_its_own():
+    assert run_ranks(2, on_devices, ["cuda:0", "cuda:1"]) == [1.5, 1.5]
+
+
+def test_ranks_on_devices_of_several_types_are_told():
+    for error in expect_errors(2, on_devices, ["cuda:0", "cpu"]):
+        assert "on other devices; move the model alike on every rank" in error

@@ -6,6 +6,7 @@ The invariant: each function makes one pass, in C. Over many small parameters a 
 import functools
 import operator
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,9 +41,20 @@ def are_dense(grads: Sequence[Tensor | None]) -> bool:
     return not any(map(_is_none, grads)) and set(map(_layout_of, grads)) == {torch.strided}
 
 
-def kinds(params: Sequence[Parameter]) -> tuple[object, ...]:
+# Of each parameter the dtype, the shape, and where it lies: True for all on the CPU, else the device.
+Kinds: TypeAlias = tuple[tuple[torch.dtype, ...], tuple[torch.Size, ...], tuple[torch.device | bool, ...]]
+
+
+def kinds(params: Sequence[Parameter]) -> Kinds:
     """Of what dtypes and shapes they are, and where they lie; equal exactly where all that is."""
     on_cpu = tuple(map(_is_cpu, params))
     # torch makes an object each time that it is asked for a device.
     where = on_cpu if all(on_cpu) else tuple(map(_device_of, params))
     return tuple(map(_dtype_of, params)), tuple(map(_shape_of, params)), where
+
+
+def kinds_on_any_rank(kinds: Kinds) -> tuple[object, ...]:
+    """``kinds`` without what differs between ranks that are alike: each has GPUs of its own, of other numbers."""
+    dtypes, shapes, where = kinds
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(where))}
+    return dtypes, shapes, [(place if isinstance(place, bool) else place.type, numbers[place]) for place in where]

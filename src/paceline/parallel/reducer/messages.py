@@ -9,7 +9,7 @@ from collections.abc import Container, Sequence
 import torch.distributed as dist
 
 from paceline.parallel.buckets.bucket import Bucket
-from paceline.parallel.fields import have_grad, trainable
+from paceline.parallel.fields import Kinds, have_grad, kinds_on_any_rank, trainable
 from paceline.parallel.reducer.control import Control, PendingControl
 from paceline.parallel.reducer.explain import Explained, raise_first_difference, raise_if_some_failed
 from paceline.parallel.replicas.digests import digest_of
@@ -35,7 +35,7 @@ class Messages:
         self,
         buckets: Sequence[Bucket],
         planned: Container[int],
-        kinds: object,
+        kinds: Kinds,
         weights: bytes | None,
         *,
         is_recast: bool,
@@ -56,7 +56,8 @@ class Messages:
         self.trainable = trainable(self._registry.params)
         state = self.trainable, kinds, num_failed
         if state != self._state:
-            self._state, self._digest = state, digest_of(repr(state).encode())
+            content = self.trainable, kinds_on_any_rank(kinds), num_failed
+            self._state, self._digest = state, digest_of(repr(content).encode())
         self._num_failed = num_failed
         with self._explained():
             return PendingControl(mine, None if weights is None else (self._digest, weights), self._group)

@@ -63,7 +63,7 @@ class _Parameters:
             torch.cat(self._views, out=self._joined)  # type: ignore[arg-type]
             return self._bytes
         samples = [
-            _sample(params[index], position * _STEP % step, step) if view is None else view
+            _sample(params[index], _start(position, step), step) if view is None else view
             for index, view, step in zip(self.indices, self._views, self._steps, strict=True)
         ]
         if not samples:
@@ -72,7 +72,7 @@ class _Parameters:
 
     def sizes(self, params: Sequence[Tensor]) -> list[int]:
         """How many bytes of the last sample are of each."""
-        starts = [self._position * _STEP % step for step in self._steps]
+        starts = [_start(self._position, step) for step in self._steps]
         return [
             len(range(start, params[index].numel(), step)) * params[index].itemsize
             for index, start, step in zip(self.indices, starts, self._steps, strict=True)
@@ -82,7 +82,7 @@ class _Parameters:
         """Sample other elements from now on: as views, and into memory, that serve as long as these are looked at."""
         self._position = position
         self._views = [
-            None if elements is None else _each(elements, position * _STEP % step, step)
+            None if elements is None else _each(elements, _start(position, step), step)
             for elements, step in zip(self._elements, self._steps, strict=True)
         ]
         self._joined = None
@@ -128,7 +128,7 @@ class DriftWatch:
             self._samples = torch.empty(samples.shape, dtype=torch.uint8, pin_memory=True)
             self._samples.copy_(samples, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrival.record()
+            self._arrival.record(torch.cuda.current_stream(samples.device))
         else:
             self._samples = samples.cpu()
 
@@ -177,6 +177,11 @@ class DriftWatch:
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._samples
+
+
+def _start(position: int, step: int) -> int:
+    """Each element below ``step`` is one, of as many consecutive positions."""
+    return position * (_STEP if step % _STEP else 1) % step
 
 
 def _as_words(param: Tensor) -> Tensor | None:
