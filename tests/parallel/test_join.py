@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from paceline import DistributedDataParallel
 from support.ranks import RankError, expect_errors, run_ranks
@@ -21,9 +22,9 @@ def ones(bias=False):
     return model
 
 
-def gradients(world, counts, **kwargs):
+def gradients(world, counts, mixed_precision=None, **kwargs):
     """The gradient after each step; the inputs are 1, so that of one rank is 1."""
-    model = DistributedDataParallel(ones())
+    model = DistributedDataParallel(ones(), mixed_precision=mixed_precision)
     seen = []
     with model.join(**kwargs):
         for _ in range(counts[world.rank]):
@@ -43,6 +44,25 @@ def test_gradients_may_be_divided_by_all_ranks_as_in_torch():
         return gradients(world, (1, 2), divide_by_initial_world_size=True)
 
     assert run_ranks(2, by_all) == [[1.0], [1.0, 0.5]]
+
+
+def test_gradients_that_are_averaged_in_few_bits_are_divided_alike():
+    config = _MixedPrecision(reduce_dtype=torch.bfloat16)
+    assert run_ranks(2, gradients, (1, 2), config) == [[1.0], [1.0, 1.0]]
+
+
+def on_another_default_device(world):
+    model = DistributedDataParallel(ones())
+    x = torch.ones(1, 1)
+    with torch.device("meta"), model.join():
+        for _ in range(1 + world.rank):
+            model.zero_grad()
+            model(x).sum().backward()
+    return model.module.weight.grad.item()
+
+
+def test_the_roll_is_called_on_the_cpu_whatever_the_default_device():
+    assert run_ranks(2, on_another_default_device) == [1.0, 1.0]
 
 
 def test_ranks_may_leave_in_any_order_and_one_may_have_nothing_at_all():

@@ -63,16 +63,28 @@ class GradBucket:
 
 
 class HookedBucket(DenseBucket):
-    """A bucket that a hook averages."""
+    """A bucket that a hook averages.
+
+    Args:
+        is_average: whether the hook gives the average over all ranks; else what it gives is the user's.
+    """
 
     kind = "hooked"
     divides = False
 
     def __init__(
-        self, number: int, members: Sequence[Member], world_size: int, state: object, hook: Hook, is_last: bool
+        self,
+        number: int,
+        members: Sequence[Member],
+        world_size: int,
+        state: object,
+        hook: Hook,
+        *,
+        is_last: bool,
+        is_average: bool,
     ) -> None:
         super().__init__(number, members, world_size)
-        self._state, self._hook, self._is_last = state, hook, is_last
+        self._state, self._hook, self._is_last, self._is_average = state, hook, is_last, is_average
         self._future: torch.futures.Future[Any] | None = None
 
     def send(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
@@ -106,7 +118,9 @@ class HookedBucket(DenseBucket):
             future.add_done_callback(tell)
 
     def rescale(self, factor: float) -> None:
-        """Nothing: what a hook makes of the gradients is theirs."""
+        """What a user's hook makes of the gradients is left as it is."""
+        if self._is_average:
+            super().rescale(factor)
 
 
 def name_of(hook: object) -> str:

@@ -30,6 +30,7 @@ class Planner:
 
     Attributes:
         hook: a communication hook and its state, which averages all planned gradients that are not sparse.
+        hook_gives_average: over all ranks; else what it gives is left as it is.
         is_learnt: whether the order is that in which gradients have arrived.
         trainable: by parameter, 1 where it trained when the plan was made, so that the plan has it.
         kinds: of the parameters, when the plan was made.
@@ -43,6 +44,7 @@ class Planner:
     ) -> None:
         self.caps_bytes = tuple(caps_bytes)
         self.hook: tuple[Any, Hook] | None = None
+        self.hook_gives_average = False
         self._registry = registry
         self._world_size = world_size
         self._averages = averages
@@ -65,7 +67,7 @@ class Planner:
         """Expect gradients as they have arrived on the first rank, given as ids of parameters. A collective call."""
         known = dict.fromkeys(self.place_of[number][0] for number in arrived if number in self.place_of)
         rest = [index for index in self._order if index not in known]
-        order = torch.tensor([*known, *rest], dtype=torch.int64)
+        order = torch.tensor([*known, *rest], dtype=torch.int64, device="cpu")
         dist.broadcast(order, group=group, group_src=0)
         self._order = order.tolist()
         self.is_learnt = True
@@ -84,7 +86,14 @@ class Planner:
             if members[0].index in registry.sparse:
                 return SparseBucket(number, members, self._world_size)
             if hook is not None:
-                return HookedBucket(number, members, self._world_size, *hook, is_last=number == len(plan) - 1)
+                return HookedBucket(
+                    number,
+                    members,
+                    self._world_size,
+                    *hook,
+                    is_last=number == len(plan) - 1,
+                    is_average=self.hook_gives_average,
+                )
             if self._averages is not None and members[0].param.numel():
                 return SharedBucket(number, members, self._world_size, self._averages)
             return DenseBucket(number, members, self._world_size)

@@ -65,7 +65,7 @@ def _leave(joinable: Any) -> None:
 
 def call_roll(group: dist.ProcessGroup, *, is_live: bool, will_sync: bool) -> tuple[list[int], bool]:
     """Which ranks are live, in the group's own numbers, and whether any of them will average. A collective call."""
-    mine = torch.tensor([is_live, is_live and will_sync], dtype=torch.uint8)
+    mine = torch.tensor([is_live, is_live and will_sync], dtype=torch.uint8, device="cpu")
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)
     told = torch.stack(everyones).tolist()

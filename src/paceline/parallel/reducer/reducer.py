@@ -100,10 +100,14 @@ class Reducer:
         return self.counts.rounds > 0
 
     def use_hook(self, state: object, hook: Hook, *, keeps_replicas_equal: bool) -> None:
-        """Have ``hook(state, bucket)`` average all planned gradients that are not sparse. Once."""
+        """Have ``hook(state, bucket)`` average all planned gradients that are not sparse. Once.
+
+        Args:
+            keeps_replicas_equal: it gives the average over all ranks; else they may come to hold different weights.
+        """
         if self.planner.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.planner.hook = state, hook
+        self.planner.hook, self.planner.hook_gives_average = (state, hook), keeps_replicas_equal
         if not keeps_replicas_equal:
             self._drift = None
         self._replan()
