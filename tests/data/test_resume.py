@@ -222,6 +222,23 @@ def test_wrapped_samplers_resume_on_any_number_of_ranks(make):
         assert taken == unbroken
 
 
+def test_under_batches_of_another_maker_a_sampler_counts_what_is_drawn_from_it():
+    class Doubling(TorchBatchSampler):
+        def __iter__(self):
+            items, size = iter(self.sampler), 1
+            while batch := list(itertools.islice(items, size)):
+                yield batch
+                size *= 2
+
+    sampler = DistributedSampler(Numbers(100), 2, 1)
+    loader = DataLoader(Numbers(100), batch_sampler=Doubling(sampler, 1, False))
+    taken = flat(itertools.islice(loader, 3))
+    assert sampler.state_dict()["consumed"] == 14
+    rest = DistributedSampler(Numbers(100), 2, 1)
+    rest.load_state_dict(sampler.state_dict())
+    assert taken + list(rest) == sampler.indices().tolist()
+
+
 def test_whole_batches_of_a_batch_sampler_are_resumed_through_a_loader():
     def loader(rank, num_replicas):
         batches = TorchBatchSampler(SequentialSampler(Numbers(40)), 4, False)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, Subset, random_split
+from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 from paceline.data import DataLoader, DistributedSampler
 from support.datasets import Numbers
@@ -64,6 +65,8 @@ def test_nothing_is_said_where_all_is_well_nor_where_a_rank_has_loaders_of_its_o
             shared = DataLoader(Subset(Numbers(40), range(0, 40, 2)), 4, shuffle=True)
             list(DataLoader(Subset(Numbers(40), range(rank, 40, 2)), 4, sharded=True))
             list(DataLoader(Numbers(40), 4, sampler=DistributedSampler(Numbers(40))))
+            # Ranks that share a model's work, and so its samples, have asked for that.
+            list(DataLoader(Numbers(40), 4, sampler=TorchDistributedSampler(Numbers(40), 2, 0)))
             return shared
 
         return heard(world, make)

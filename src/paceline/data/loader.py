@@ -25,6 +25,7 @@ from paceline.data.sampler import DistributedSampler, current_rank, place
 from paceline.data.shares import equal_shares, shares_of
 from paceline.data.stream import CollateStamped, InitWorker, ShardedStream
 from paceline.data.suspicions import Watch, warn_of_sharding_twice
+from paceline.data.wrapping import is_sharded
 from paceline.errors import DataError
 
 T_co = TypeVar("T_co", covariant=True)
@@ -154,7 +155,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             )
         if is_stream and num_ranks > 1:
             warn_of_sharding_twice(dataset, worker_init_fn)
-        self._watch = Watch(dataset, is_sharded=self.source is not None and not sharded)
+        is_foreign = self.source is None and is_sharded(self.sampler if batch_sampler is None else batch_sampler)
+        self._watch = None if is_foreign else Watch(dataset, is_sharded=self.source is not None and not sharded)
         seeding_rank = current_rank() if self.source is None or sharded else self.source.rank
         self._worker_key = mix(torch.initial_seed(), seed, seeding_rank)
         self._seeds_workers = generator is None
@@ -169,14 +171,14 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if self.source is None:
             return Batches(super().__iter__(), Pass(0, 0, 0), self._watch)
-        current = self.source.begin_pass()
+        step = self._samples_a_step()
+        current = self.source.begin_pass(counts_samples=step is not None)
         if self._seeds_workers:
             # By epoch, and not one draw after another: a look at the data on one rank shifts nothing.
             self.generator.manual_seed(mix(self._worker_key, current.epoch))
         known = self.source.length
         # Torch counts the batches of a whole epoch; what remains of one is counted here.
         is_whole = current.start == 0 and isinstance(self.source, DistributedSampler)
-        step = self._samples_a_step()
         return Batches(
             super().__iter__(),
             current,
@@ -236,8 +238,10 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         Raises:
             DataError: it is not; or as ``state_dict``.
         """
-        self._counting_source().load_state_dict(state)
-        self._iterator = None  # workers that live on know a dataset as it was
+        source = self._counting_source()
+        source.load_state_dict(state)
+        if isinstance(source, ShardedStream):
+            self._iterator = None  # workers that live on know the dataset as it was
 
     def set_weights(self, weights: Sequence[float]) -> None:
         """Divide global batches by other weights, from the next pass on; their size stays.
@@ -260,7 +264,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         batches: Any = self.batch_sampler
         # Past the guard of torch's class, which is there for loaders that have made something of the size already.
         batches.batch_size = vars(self)["batch_size"] = shares.sizes[source.rank]
-        self._iterator = None
+        if isinstance(source, ShardedStream):
+            self._iterator = None
 
     def num_batches_of_ranks(self) -> tuple[int, ...]:
         """How many batches each rank has in a whole epoch, by rank: known before any is loaded.

@@ -21,7 +21,7 @@ class Batches(Iterator[Any]):
         self,
         batches: Iterator[Any],
         current: Pass,
-        watch: Watch,
+        watch: Watch | None,
         *,
         samples_a_step: int = 0,
         length: int = UNKNOWN,
@@ -47,7 +47,8 @@ class Batches(Iterator[Any]):
         if isinstance(batch, Stamped):
             batch, self._current.snapshot = batch.value, batch.state
         if self._num_given <= 2:
-            self._watch.see(batch, self._num_given)
+            if self._watch is not None:
+                self._watch.see(batch, self._num_given)
             self._current.is_counted = self._num_given == 2
         return batch
 

@@ -96,6 +96,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.padding = padding
         self.progress = Progress()
         self._paced_by_loader = False
+        self._drawn_by: Pass | None = None
         self._generators = generators_of(dataset) if self._wrapped is not None else []
         self.deal(equal_shares(num_replicas))
 
@@ -121,7 +122,11 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         """
         self._check_unchanged()
         if self._paced_by_loader:
-            return itertools.chain.from_iterable(self._order().chunks(self._portion(self.progress.start)))
+            portion = self._portion(self.progress.start)
+            chunks: Iterator[Any] = self._order().chunks(portion)
+            if self._drawn_by is not None:
+                chunks = map(self._drawn_by.follow, chunks, itertools.repeat(portion))
+            return itertools.chain.from_iterable(chunks)
         current = self.progress.begin()
         order, portion = self._order(), self._portion(current.start)
         return itertools.chain.from_iterable(self._followed(order, portion, current))
@@ -182,23 +187,28 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Within, iterating only reads the epoch in use."""
-        before, self._paced_by_loader = self._paced_by_loader, True
+        before = self._paced_by_loader, self._drawn_by
+        self._paced_by_loader, self._drawn_by = True, None
         try:
             yield
         finally:
-            self._paced_by_loader = before
+            self._paced_by_loader, self._drawn_by = before
 
-    def begin_pass(self) -> Pass:
+    def begin_pass(self, *, counts_samples: bool = True) -> Pass:
         """Begin a pass for a loader that decides itself when it counts; the loader then iterates over the sampler.
 
         From the first call on, iterating over the sampler only reads the epoch in use and never advances it.
 
+        Args:
+            counts_samples: whether the loader tells what is consumed. If not, it is what is drawn from the sampler.
         Raises:
             DataError: as iterating does.
         """
         self._check_unchanged()
         self._paced_by_loader = True
-        return self.progress.begin()
+        current = self.progress.begin()
+        self._drawn_by = None if counts_samples else current
+        return current
 
     def portion_of(self, rank: int, start: int = 0) -> Portion:
         """What a rank takes of an epoch from the position ``start`` on."""

@@ -74,8 +74,9 @@ class ShardedStream(IterableDataset[Any]):
         self.shares = shares
         self._rounds_a_batch = rounds_a_batch
 
-    def begin_pass(self) -> Pass:
+    def begin_pass(self, *, counts_samples: bool = True) -> Pass:
         """Begin a pass; iterations, in whichever process, are of its epoch then, from where it begins."""
+        assert counts_samples
         current = self.progress.begin()
         self._place[0], self._place[1] = current.epoch, current.start
         return current
