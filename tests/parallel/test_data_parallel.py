@@ -215,9 +215,20 @@ def test_arguments_that_do_not_split_alike_are_an_error_that_names_both():
     with pytest.raises(
         DataError,
         match=r"^arguments that split alike over 3 devices are expected, but along dimension 0 inputs\[0\] has 5 "
-        r"\(3 shares\) and inputs\[1\]\['b'\] has 1 \(1 shares\)\. A tensor that all replicas need whole",
+        r"\(2 \+ 2 \+ 1\) and inputs\[1\]\['b'\] has 1 \(1\)\. A tensor that all replicas need whole",
     ):
         scatter((rows(5), {"b": rows(1)}), ["cpu"] * 3)
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (3, 6)])
+def test_samples_are_never_paired_with_those_of_others(counts):
+    with pytest.raises(DataError, match=r"inputs\[0\] has 3 \(2 \+ 1\) and inputs\[1\] has "):
+        scatter(tuple(map(rows, counts)), TWO)
+
+
+def test_a_sample_may_have_several_rows():
+    shares = scatter((rows(4), rows(8)), TWO)
+    assert [tuple(map(len, share)) for share in shares] == [(2, 4), (2, 4)]
 
 
 def test_shares_are_copies_that_replicas_may_write_into():

@@ -71,6 +71,14 @@ def test_unequal_shares_count_rightly(name):
         expect_bare(wrapped, bare, CRITERIA[name], *batch(count))
 
 
+def test_a_criterion_that_changes_counts_as_it_is_now():
+    bare, criterion = net(), nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.float64))
+    wrapped = DataParallel(copy.deepcopy(bare), TWO, loss=criterion)
+    criterion.weight = torch.tensor([1.0, 0.1, 5.0], dtype=torch.float64)
+    criterion.ignore_index = 1
+    expect_bare(wrapped, bare, criterion, *batch(7))
+
+
 def test_a_share_in_which_nothing_counts_counts_nothing():
     bare, criterion = net(), nn.CrossEntropyLoss(ignore_index=-1)
     wrapped = DataParallel(copy.deepcopy(bare), TWO, loss=criterion)

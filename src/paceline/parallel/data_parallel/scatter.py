@@ -1,7 +1,7 @@
 """Splitting a batch into shares, one for each replica.
 
-The invariant: no sample is lost. torch cuts off what one argument has more shares of than another, silently; here that
-is an error that names both.
+The invariant: no sample is lost, and what belongs together stays together. torch cuts off what one argument has more
+shares of than another, and pairs a share of two with a share of one, silently; here that is an error that names both.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any
     Returns:
         At most as many shares as there are devices, and fewer where N is smaller: a tuple for a tensor, else a list.
     Raises:
-        DataError: tensors that make different numbers of shares, or devices of several types.
+        DataError: tensors that make different numbers of shares, or shares of other proportions; devices of several
+            types.
     """
     splitter = _Splitter(as_devices(target_gpus), dim)
     share = splitter.split(inputs, "inputs")
@@ -69,6 +70,7 @@ class _Splitter:
         self._dim = dim
         self.count: int | None = None  # of shares, once a tensor has been split
         self._first = ""
+        self._sizes: list[int] = []  # of its shares
 
     def split(self, item: Any, path: str) -> Callable[[int], Any]:
         """What gives the share of each number."""
@@ -76,7 +78,7 @@ class _Splitter:
             if item.dim() == 0:
                 return lambda index: item.to(self.devices[index], non_blocking=True)
             shares = _split_tensor(item, self.devices, self._dim)
-            self._agree(len(shares), f"{path} has {item.size(self._dim)}")
+            self._agree([share.size(self._dim) for share in shares], path)
             return shares.__getitem__
         parts = parts_of(item)
         if parts is None:
@@ -84,15 +86,26 @@ class _Splitter:
         makers = [self.split(value, path_to(path, item, key)) for key, value in parts]
         return lambda index: with_parts(item, [make(index) for make in makers])
 
-    def _agree(self, count: int, what: str) -> None:
+    def _agree(self, sizes: list[int], path: str) -> None:
         if self.count is None:
-            self.count, self._first = count, what
-        elif self.count != count:
+            self.count, self._first, self._sizes = len(sizes), path, sizes
+        elif not _are_in_proportion(sizes, self._sizes):
             raise DataError(
                 f"arguments that split alike over {len(self.devices)} devices are expected, but along dimension "
-                f"{self._dim} {self._first} ({self.count} shares) and {what} ({count} shares). A tensor that all "
-                "replicas need whole must have no dimension, or be a buffer of the module."
+                f"{self._dim} {self._first} has {_sum_text(self._sizes)} and {path} has {_sum_text(sizes)}. A tensor "
+                "that all replicas need whole must have no dimension, or be a buffer of the module."
             )
+
+
+def _are_in_proportion(ones: list[int], others: list[int]) -> bool:
+    """Whether each share is the same part of its tensor: one sample of one may be several of the other."""
+    if len(ones) != len(others):
+        return False
+    return all(one * sum(others) == other * sum(ones) for one, other in zip(ones, others, strict=True))
+
+
+def _sum_text(sizes: list[int]) -> str:
+    return f"{sum(sizes)} ({' + '.join(map(str, sizes))})"
 
 
 def _split_tensor(tensor: Tensor, devices: list[torch.device], dim: int) -> Sequence[Tensor]:

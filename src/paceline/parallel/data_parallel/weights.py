@@ -79,12 +79,17 @@ def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
 def _count_of_classes(function: Any, keywords: dict[str, Any]) -> Count | None:
     """The count of torch's losses over classes, which leave out one class and may weigh the others."""
     if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)):
-        return functools.partial(_count_labels, weight=function.weight, ignore_index=function.ignore_index)
+        return functools.partial(_count_for, function)
     if function in _OVER_CLASSES:
         return functools.partial(
             _count_labels, weight=keywords.get("weight"), ignore_index=keywords.get("ignore_index", -100)
         )
     return None
+
+
+def _count_for(criterion: Any, target: Tensor) -> Tensor:
+    """As the criterion is now: it may have been given other weights."""
+    return _count_labels(target, criterion.weight, criterion.ignore_index)
 
 
 def _count_labels(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
