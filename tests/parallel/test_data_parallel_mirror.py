@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from paceline.parallel import DataParallel
-from paceline.parallel.data_parallel.mirror import Mirror, differ
+from paceline.parallel.data_parallel.mirror import Mirror, _digest, differ
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -51,12 +51,39 @@ def test_what_is_written_past_torchs_count_is_found(numel, dtype):
         assert fetch(mirror, [source]) == 2 * source.numel() * source.element_size()
 
 
-def test_elements_that_change_places_are_found():
-    source = torch.arange(64.0 * 64).view(64, 64)
+@pytest.mark.parametrize("distance", [1, 251])
+def test_elements_that_change_places_are_found(distance):
+    source = torch.arange(502.0 * 64).view(502, 64)
     mirror = Mirror()
     fetch(mirror, [source])
-    source.data[[0, 1]] = source.data[[1, 0]]
+    source.data[[0, distance]] = source.data[[distance, 0]]
     assert fetch(mirror, [source]) > 0
+
+
+def test_a_digest_tells_of_each_element_and_of_what_changes_places():
+    words = torch.arange(502 * 64)
+    before = _digest(words)
+    for rows in ([0, 1], [0, 251], [0, 257]):
+        changed = words.view(502, 64).clone()
+        changed[rows] = changed[rows[::-1]]
+        assert not torch.equal(_digest(changed.view(-1)), before)
+    for at in (0, 251, 502 * 64 - 1):
+        changed = words.clone()
+        changed[at] += 1
+        assert not torch.equal(_digest(changed), before)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: torch.randn(5001)[1:], lambda: torch.randn(11)[1:], lambda: torch.randn(4, dtype=torch.complex64).conj()],
+    ids=["large part", "small part", "conjugate"],
+)
+def test_parts_of_other_tensors_and_conjugates_are_copied_once(make):
+    source = make()
+    mirror = Mirror()
+    assert mirror.fetch([source], CPUS)[0][0].tolist() == source.tolist()
+    mirror.fetch([source], CPUS)
+    assert mirror.copied_bytes == 0
 
 
 def test_a_copy_that_a_replica_has_written_into_is_made_anew():

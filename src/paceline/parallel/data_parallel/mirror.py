@@ -2,10 +2,11 @@
 
 [Note: what has changed] torch counts what is written into a tensor, but not what is written through ``.data``, as old
 optimizers, weight clipping and moving averages do. So where the count has not moved, original and copy are still
-compared, by digests: sums of their bits in 251 columns, or the bits themselves of a small tensor. A digest reads
-memory once, where a copy reads and writes it, and on another device it sends two kilobytes instead of the tensor.
+compared: on the CPU bit by bit, which reads memory where a copy reads and writes it, and on accelerators by digests,
+sums of their bits in 251 columns and in 257, or the bits themselves of a small tensor, so that a device sends four
+kilobytes instead of the tensor. What changes places, and meets the same columns both times, is missed.
 
-The invariant: when ``fetch`` returns, every copy has the bits of its original.
+The invariant: when ``fetch`` returns, every copy has the bits of its original, but for what digests miss.
 """
 
 import threading
@@ -20,7 +21,7 @@ from torch.nn.parallel import comm
 
 from paceline.parallel.data_parallel.place import working_for
 
-_NUM_COLUMNS = 251  # a prime: rows of a matrix don't line up with it
+_NUM_COLUMNS = (251, 257)  # primes: rows of a matrix don't line up with them
 _SMALL_WORDS = 1024
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _Stamp = tuple[int, int, int]
@@ -145,33 +146,41 @@ def differ(ones: Sequence[Tensor], others: Sequence[Tensor]) -> list[int]:
     """
     if not ones:
         return []
-    digests = [[_digest(tensor) for tensor in tensors] for tensors in (ones, others)]
+    pairs = [_words_of(one.detach(), other.detach()) for one, other in zip(ones, others, strict=True)]
+    if ones[0].is_cpu and others[0].is_cpu:
+        return [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+    digests = [[_digest(words) for words in side] for side in zip(*pairs, strict=True)]
     mine, theirs = (torch.cat(row).cpu() for row in digests)
     if torch.equal(mine, theirs):
         return []
     sizes = [digest.numel() for digest in digests[0]]
-    pairs = zip(torch.split(mine, sizes), torch.split(theirs, sizes), strict=True)
-    return [number for number, (one, other) in enumerate(pairs) if not torch.equal(one, other)]
+    told = zip(torch.split(mine, sizes), torch.split(theirs, sizes), strict=True)
+    return [number for number, (one, other) in enumerate(told) if not torch.equal(one, other)]
 
 
-def _digest(tensor: Tensor) -> Tensor:
-    words = _words_of(tensor.detach())
+def _digest(words: Tensor) -> Tensor:
     if words.numel() <= _SMALL_WORDS:
         return words.to(torch.int64)
-    num_rows = words.numel() // _NUM_COLUMNS
-    whole = words[: num_rows * _NUM_COLUMNS].view(num_rows, _NUM_COLUMNS)
-    return torch.cat([whole.sum(0, dtype=torch.int64), words[num_rows * _NUM_COLUMNS :].to(torch.int64)])
+    sums = []
+    for num_columns in _NUM_COLUMNS:
+        whole = words[: words.numel() // num_columns * num_columns]
+        sums += [whole.view(-1, num_columns).sum(0, dtype=torch.int64), words[whole.numel() :].to(torch.int64)]
+    return torch.cat(sums)
 
 
-def _words_of(tensor: Tensor) -> Tensor:
-    """The tensor's bits as integers, in the order in which they lie in memory."""
+def _words_of(*tensors: Tensor) -> list[Tensor]:
+    """The bits of tensors that are alike, as integers of one size, in the order in which they lie in memory."""
+    flats = [_flat(tensor) for tensor in tensors]
+    size = flats[0].element_size()
+    is_wide = all(flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0 for flat in flats)
+    return [flat.view(torch.int64 if is_wide else _WORDS.get(size, torch.int64)) for flat in flats]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    tensor = tensor.resolve_conj().resolve_neg()
     if not tensor.is_contiguous() and tensor.stride() != torch.empty_like(tensor, device="meta").stride():
         tensor = tensor.contiguous()  # it does not fill its memory
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    size = flat.element_size()
-    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
-        return flat.view(torch.int64)
-    return flat.view(_WORDS[size])
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
