@@ -1,15 +1,16 @@
 """Pipelines: how much their lanes wait, and what they keep, beside what theory says.
 
-    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 20]           # a thread for each stage
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 40] [--microbatches 4 8]  # a thread for each stage
     OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/pipeline.py              # a rank for each stage
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --bytes [--stages 4]
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --draw docs/figures
 
 Waits: two equal stages of six layers of 512, with one thread each, on microbatches of 128 rows. "measured" is the share
-of the lanes' time in which they wait, from the first action to the last; "theory" is (p - 1) / (m + p - 1). The share
-depends on which of two equal stages is a little slower, so it is the median over the rounds, with the quartiles.
-"speed" is the time of the undivided model in one thread, with gradients accumulated over the same microbatches, over
-that of the pipeline: at best p times what theory leaves.
+of the lanes' time in which they wait, from the first action to the last; "theory" is (p - 1) / (m + p - 1). What else
+runs on the machine makes lanes wait for one another, so it is the median over the quarter of the rounds that were
+fastest, with the least and the most of them. "speed" is the time of the undivided model in one thread, with gradients
+accumulated over the same microbatches, over that of the pipeline, both the median of their fastest quarter: at best p
+times what theory leaves.
 
 Bytes: the most that each stage keeps from forward to backward, by ``Pipeline.measure_bytes``, in microbatches' worth.
 
@@ -50,14 +51,14 @@ def seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def show_waits(rounds: int) -> None:
+def show_waits(rounds: int, counts: list[int]) -> None:
     is_over_ranks = dist.is_initialized() and dist.get_world_size() > 1
     lanes = {"ranks": [0, 1]} if is_over_ranks else {"devices": ["cpu", "cpu"]}
     speaks = not is_over_ranks or dist.get_rank() == 0
     if speaks:
-        print(f"{'':24}{'measured':>10}{'quartiles':>16}{'theory':>9}{'speed':>8}")
+        print(f"{'':24}{'measured':>10}{'from - to':>16}{'theory':>9}{'speed':>8}")
     for name in ("gpipe", "1f1b"):
-        for count in (2, 4, 8, 16):
+        for count in counts:
             pipeline = paceline.Pipeline(stages_of(2), microbatches=count, schedule=name, loss=mean, **lanes)
             whole = nn.Sequential(*stages_of(2))
             x = torch.randn(count * ROWS, WIDTH)
@@ -66,22 +67,20 @@ def show_waits(rounds: int) -> None:
                 for part in x.chunk(count):
                     (mean(whole(part)) / count).backward()
 
-            bubbles, speeds = [], []
-            for number in range(rounds + 2):
+            steps, alone = [], []
+            for _ in range(rounds):
                 took = seconds(lambda pipeline=pipeline, x=x: pipeline.forward_backward(x))
-                bubble = pipeline.measured_bubble()
-                alone = seconds(accumulate) if speaks else 0.0
+                steps.append((took, pipeline.measured_bubble()))
+                alone.append(seconds(accumulate) if speaks else 0.0)
                 if is_over_ranks:
                     dist.barrier()
-                if number >= 2:  # the first two warm up
-                    bubbles.append(bubble)
-                    speeds.append(alone / took)
-            low, middle, high = statistics.quantiles(bubbles, n=4)
+            fastest = sorted(steps)[: max(1, rounds // 4)]
+            bubbles = sorted(bubble for _, bubble in fastest)
+            speed = sorted(alone)[rounds // 8] / statistics.median(took for took, _ in fastest)
             if speaks:
                 row = f"{name}, {count} microbatches"
-                quartiles = f"{low:.1%} - {high:.1%}"
-                theory = 1 / (count + 1)
-                print(f"{row:24}{middle:10.1%}{quartiles:>16}{theory:9.1%}{statistics.median(speeds):8.2f}")
+                span = f"{bubbles[0]:.1%} - {bubbles[-1]:.1%}"
+                print(f"{row:24}{statistics.median(bubbles):10.1%}{span:>16}{1 / (count + 1):9.1%}{speed:8.2f}")
 
 
 def show_bytes(num_stages: int) -> None:
@@ -108,7 +107,8 @@ def draw_all(folder: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--draw", type=pathlib.Path)
@@ -119,7 +119,7 @@ def main() -> None:
         draw_all(arguments.draw)
     else:
         with paceline.init():
-            show_waits(arguments.rounds)
+            show_waits(arguments.rounds, arguments.microbatches)
 
 
 if __name__ == "__main__":

@@ -455,6 +455,8 @@ def test_what_cannot_be_run_is_refused():
     columns = paceline.Pipeline(mlp(), CPUS, dim=2)
     with pytest.raises(DataError, match=r"inputs\[0\]\[0\] has shape \(10, 6\), but the batch is dimension 2"):
         columns(x)
+    with pytest.raises(PipelineError, match=r"^assign=True would replace parameters that stages hold"):
+        pipeline.load_state_dict(pipeline.state_dict(), assign=True)
     whole = paceline.Pipeline(mlp(), CPUS)
     with pytest.raises(PipelineError, match=r"expected the loss to be a floating-point scalar, got shape \(2, 3\)"):
         whole.forward_backward(x)

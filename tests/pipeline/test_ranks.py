@@ -126,6 +126,13 @@ def train_mesh(world, schedule):
     normed = paceline.Pipeline(blocks, ranks=mesh, microbatches=2, loss=lambda output: output.square().mean())
     for _ in range(2):
         normed.forward_backward(torch.randn(4, 6) + world.rank)
+    # a stage that is not trained is alike, too
+    frozen = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    nn.init.constant_(frozen[0].weight.requires_grad_(False), world.rank)
+    nn.init.constant_(frozen[0].bias.requires_grad_(False), world.rank)
+    half = paceline.Pipeline(frozen, ranks=mesh, microbatches=2, loss=lambda output: output.square().mean())
+    half.forward_backward(torch.ones(4, 6))
+    assert half.full_state_dict()["0.weight"].unique().tolist() == [0.0]
     return {name: value.tolist() for name, value in normed.named_parameters()}
 
 

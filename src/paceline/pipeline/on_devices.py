@@ -22,7 +22,7 @@ from paceline.pipeline.clock import Placed
 from paceline.pipeline.lanes import Batch, Results, run_lane
 from paceline.pipeline.schedule import Action, Schedule
 from paceline.pipeline.stage import Parcel, Stage
-from paceline.pipeline.stages import Cut
+from paceline.pipeline.stages import Cut, move
 from paceline.pipeline.terms import Terms, weighed, weights_of
 from paceline.pipeline.ties import CopiesOnDevices
 from paceline.pipeline.values import moved
@@ -219,13 +219,4 @@ def _place(stages: Sequence[Stage]) -> None:
                 )
     placed: set[int] = set()
     for stage in stages:
-        for module in stage.part.modules():
-            for tensors in (module._parameters, module._buffers):
-                for name, tensor in tensors.items():
-                    if tensor is None:
-                        continue
-                    if id(tensor) not in placed:
-                        placed.add(id(tensor))
-                        tensor.data = tensor.data.to(stage.device)
-                    elif tensors is module._buffers and tensor.device != stage.device:
-                        module._buffers[name] = tensor.to(stage.device)
+        move(stage.part, stage.device, placed)

@@ -9,7 +9,7 @@ The invariant: all ranks of a column run the same schedule; a lane's replicas av
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.nn import Module, ModuleDict, Parameter
 
 from paceline.errors import PipelineError
 from paceline.parallel import DistributedDataParallel, gather
+from paceline.parallel.groups import cpu_backend_of, timeout_of
+from paceline.parallel.replicas.broadcast import broadcast_tensors
 from paceline.pipeline.clock import Placed
 from paceline.pipeline.lanes import Batch, run_lane
 from paceline.pipeline.layout import Layout
@@ -26,7 +28,7 @@ from paceline.pipeline.links import Links
 from paceline.pipeline.microbatches import num_samples
 from paceline.pipeline.schedule import Action, Schedule
 from paceline.pipeline.stage import Call, Parcel, Stage
-from paceline.pipeline.stages import Cut, release, users_of
+from paceline.pipeline.stages import Cut, move, release, users_of
 from paceline.pipeline.terms import Terms, weighed, weights_of
 from paceline.pipeline.ties import TiesOverRanks, find_ties
 from paceline.pipeline.values import moved, put_together, take_apart
@@ -115,7 +117,11 @@ class Replicas:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.wrapper: DistributedDataParallel | None = None
         params = [param for stage in stages.values() for param in stage.part.parameters()]
-        if group is None or not any(param.requires_grad for param in params):
+        if group is None:
+            return
+        if not any(param.requires_grad for param in params):  # nothing to average, but alike from the beginning
+            buffers = [buffer for stage in stages.values() for buffer in stage.part.buffers()]
+            broadcast_tensors([*dict.fromkeys([*params, *buffers])], group)
             return
         self.wrapper = DistributedDataParallel(_Lane(stages), process_group=group)
         for number, stage in stages.items():
@@ -164,9 +170,11 @@ class RankRunner:
         }
         self.tied_elsewhere = {id(tie.param) for tie in ties if tie.users[0] != self._lane}
         release(cut.root, {key for key, lanes in lanes_of.items() if self._lane in lanes})
-        cut.root.to(device)
         own = range(self._lane, terms.num_stages, layout.num_lanes)
-        self.stages = {number: Stage(number, parts[number].to(device), device) for number in own}
+        self.stages = {number: Stage(number, parts[number], device) for number in own}
+        moved_to_device: set[int] = set()
+        for part in (*(stage.part for stage in self.stages.values()), cut.root):
+            move(part, device, moved_to_device)
         self.column, row = make_groups(layout, rank)
         self.replicas = Replicas(self.stages, row)
         self.links = Links(self.column, device)
@@ -259,14 +267,15 @@ class RankRunner:
     def norm_of(self, params: Sequence[Parameter], norm_type: float) -> Tensor:
         """Of the gradients of all lanes, each tied parameter counted once. A collective call of the column."""
         grads = [param.grad for param in params if param.grad is not None and id(param) not in self.tied_elsewhere]
-        norm = torch.nn.utils.get_total_norm(grads, norm_type).detach().to("cpu", torch.float64).reshape(1)
+        own = torch.nn.utils.get_total_norm(grads, norm_type).detach()
+        norm = own.to("cpu", torch.float64).reshape(1)
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.column)
         else:
             norm.pow_(norm_type)
             dist.all_reduce(norm, group=self.column)
             norm.pow_(1 / norm_type)
-        return norm[0].to(self.device, torch.float32)
+        return norm[0].to(self.device, own.dtype)
 
     def _cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[int, ...], list[Call]]:
         """How the batch is cut; and on the first rank, into what."""
@@ -313,22 +322,14 @@ class RankRunner:
 def make_groups(layout: Layout, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
     """This rank's column, for messages, and its replicas. A collective call of the world, in one order."""
     lane, replica = layout.place_of(rank)
-    columns = [_new_group(layout.column(number), for_messages=True) for number in range(layout.num_replicas)]
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    timeout, on_cpu = timeout_of(everybody), cpu_backend_of(everybody)
+    columns = [dist.new_group(layout.column(number), timeout, on_cpu) for number in range(layout.num_replicas)]
     if layout.num_replicas == 1:
         return columns[replica], None
-    rows = [_new_group(row, for_messages=False) for row in layout.rows]
+    rows = [dist.new_group(list(row), timeout) for row in layout.rows]
     return columns[replica], rows[lane]
-
-
-def _new_group(ranks: Iterable[int], *, for_messages: bool) -> dist.ProcessGroup:
-    backend = "gloo" if for_messages and not _speaks_cpu() else None
-    group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend)
-    return group
-
-
-def _speaks_cpu() -> bool:
-    """Whether the world's own backend carries tensors of the CPU."""
-    return "cpu" in dist.get_backend_config().split(":")[0] or "cpu:" in dist.get_backend_config()
 
 
 def agree(what: Any, explain: Callable[[int, Any, Any], str | None]) -> None:

@@ -247,11 +247,14 @@ class Pipeline(Module):
 
         Raises:
             RuntimeError: as torch's, for names that no stage has, or lacks.
+            PipelineError: ``assign``, which would leave stages with the parameters that they had.
         """
+        if assign:
+            raise PipelineError("assign=True would replace parameters that stages hold. Load without it.")
         own = set(self.module.state_dict())
         elsewhere = set(self._names) - own
         mine = {name: value for name, value in state_dict.items() if name not in elsewhere}
-        return self.module.load_state_dict(mine, strict, assign)
+        return self.module.load_state_dict(mine, strict)
 
     def extra_repr(self) -> str:
         names = (f"stage {number}: {', '.join(units)}" for number, units in enumerate(self.units))

@@ -134,6 +134,24 @@ def users_of(root: Module, parts: Sequence[Module]) -> dict[int, list[int]]:
     return users
 
 
+def move(part: Module, device: torch.device, placed: set[int]) -> None:
+    """Move what is not in ``placed`` (by ``id``) yet, and note it there.
+
+    Each tensor stays the same object, since the undivided model and its optimizers know it. A buffer that has its place
+    elsewhere is copied.
+    """
+    for module in part.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in placed:
+                    placed.add(id(tensor))
+                    tensor.data = tensor.data.to(device)
+                elif tensors is module._buffers and tensor.device != device:
+                    module._buffers[name] = tensor.to(device)
+
+
 def release(root: Module, own: set[int]) -> None:
     """Let go of the parameters and buffers that are not in ``own`` (by ``id``); their names stay, without values."""
     for part in root.modules():
