@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import amp, errors
+    from paceline.checkpoint import load, save
     from paceline.data import BatchSampler, DataLoader, DistributedSampler, fingerprint, gather
     from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
@@ -30,6 +31,8 @@ _HOME_OF = {
     "gather": "paceline.data",
     "global_mean": "paceline.parallel",
     "init": "paceline.world",
+    "load": "paceline.checkpoint",
+    "save": "paceline.checkpoint",
     "shutdown": "paceline.world",
     "spawn": "paceline.launch.spawning.spawn",
 }
@@ -51,6 +54,8 @@ __all__ = [
     "gather",
     "global_mean",
     "init",
+    "load",
+    "save",
     "shutdown",
     "spawn",
 ]
@@ -68,7 +73,7 @@ _register_backends()
 def __getattr__(name: str) -> Any:
     if name in _HOME_OF:
         value = getattr(importlib.import_module(_HOME_OF[name]), name)
-    elif name in ("amp", "comm", "data", "errors", "parallel", "pipeline", "plan"):
+    elif name in ("amp", "checkpoint", "comm", "data", "errors", "parallel", "pipeline", "plan"):
         value = importlib.import_module(f"paceline.{name}")
     else:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -17,6 +17,9 @@
     ├── PipelineError             RuntimeError  a pipeline cannot run as it was built or called
     ├── AmpError                  RuntimeError  amp was called out of order or with unfit options (a ValueError too)
     ├── LossScaleError            RuntimeError  gradients go on overflowing, and the loss scale is at its floor
+    ├── CheckpointError           RuntimeError  a checkpoint can be neither written nor read, nor gone on from
+    │   ├── CheckpointDamagedError RuntimeError a file is not as it was written
+    │   └── CheckpointMissingError RuntimeError there is no such file (a FileNotFoundError too)
     ├── LaunchError               RuntimeError  the ranks could not be started
     ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
     └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
@@ -80,6 +83,18 @@ class AmpError(PacelineError, RuntimeError, ValueError):
 
 class LossScaleError(PacelineError, RuntimeError):
     """Gradients go on overflowing although the loss scale is at its floor; the message names the parameters."""
+
+
+class CheckpointError(PacelineError, RuntimeError):
+    """A checkpoint could not be written, read or gone on from; the message names the file."""
+
+
+class CheckpointDamagedError(CheckpointError):
+    """A file is not as it was written; the message names it, and the newest good one."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is no such file."""
 
 
 class LaunchError(PacelineError, RuntimeError):

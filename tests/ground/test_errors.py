@@ -21,6 +21,11 @@ BUILT_IN = {
     "DataError": ValueError,
     "ReplicaError": RuntimeError,
     "PipelineError": RuntimeError,
+    "AmpError": RuntimeError,
+    "LossScaleError": RuntimeError,
+    "CheckpointError": RuntimeError,
+    "CheckpointDamagedError": RuntimeError,
+    "CheckpointMissingError": RuntimeError,
     "LaunchError": RuntimeError,
     "ObserverError": RuntimeError,
     "TimelineError": ValueError,
@@ -32,7 +37,8 @@ def test_each_error_is_ours_and_the_built_in_that_the_tree_promises(name, built_
     error = getattr(errors, name)
     assert issubclass(error, errors.PacelineError)
     assert issubclass(error, built_in)
-    also = {RuntimeError} if name == "CollectiveTimeoutError" else set()  # as which torch's backends raise it
+    # As what torch's backends, and Apex, raise it too.
+    also = {"CollectiveTimeoutError": {RuntimeError}, "AmpError": {ValueError}}.get(name, set())
     assert {c for c in (ValueError, RuntimeError, TimeoutError) if issubclass(error, c)} == {built_in} | also
 
 

@@ -21,8 +21,9 @@ ROOMS: dict[str, set[str]] = {
     "pipeline": {"plan", "comm", "parallel"},
     "data": set(),
     "amp": {"parallel"},
+    "checkpoint": set(),
     "launch": set(),
-    "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "launch"},
+    "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "checkpoint", "launch"},
 }
 
 # Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.

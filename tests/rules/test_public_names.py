@@ -27,6 +27,8 @@ PUBLIC = [
     "gather",
     "global_mean",
     "init",
+    "load",
+    "save",
     "shutdown",
     "spawn",
 ]

@@ -1,0 +1,103 @@
+"""Replacing a file as a whole: a draft beside it, made durable, is renamed onto it.
+
+The invariant: under the file's name there is at any moment, and after a crash at any byte, either all of what was there
+before or all of what replaces it.
+
+[Note: drafts of the dead]
+Each writer has a draft of its own, so writers never meet, and the last one to rename wins. Whoever writes a draft holds
+a lock on it, which ends with the process however it ends. So a draft that can be locked has no writer, and the next
+writer of the same file removes it. One that was taken away before its writer had locked it has no link left: it begins
+another. Where a file system knows no locks, drafts of the dead stay.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A file that is being written, and known under a name that nobody looks for."""
+
+    path: str
+    fd: int
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of ``data``."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self.fd, rest) :]
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Draft]:
+    """Give a draft to write to; at the end of the block it takes the place of ``path``, durably.
+
+    If the block raises, ``path`` stays what it was, and the draft is removed. A symbolic link stays, and what it points
+    to is replaced.
+
+    Raises:
+        OSError: the file system refuses, is full, or fails to make the draft durable.
+    """
+    target = os.path.realpath(path)
+    folder, name = os.path.split(target)
+    remove_abandoned(folder, name)
+    draft = _begin(folder, name)
+    try:
+        yield draft
+        os.fsync(draft.fd)
+        os.replace(draft.path, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(draft.path)
+        raise
+    finally:
+        os.close(draft.fd)
+    make_durable(folder)
+
+
+def make_durable(folder: str) -> None:
+    """Let the names in a folder survive a loss of power."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # the file system does not do this for folders
+            raise
+    finally:
+        os.close(fd)
+
+
+def remove_abandoned(folder: str, name: str) -> None:
+    """Remove drafts of the file ``name`` whose writers have died. See [Note: drafts of the dead]."""
+    start, end = _around_token(name)
+    with os.scandir(folder) as entries:
+        drafts = [entry.path for entry in entries if entry.name.startswith(start) and entry.name.endswith(end)]
+    for path in drafts:
+        with contextlib.suppress(OSError):  # it has been renamed or removed meanwhile, or is locked
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+            finally:
+                os.close(fd)
+
+
+def _begin(folder: str, name: str) -> Draft:
+    start, end = _around_token(name)
+    while True:
+        path = os.path.join(folder, f"{start}{secrets.token_hex(8)}{end}")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # no locks here
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:
+            return Draft(path, fd)
+        os.close(fd)
+
+
+def _around_token(name: str) -> tuple[str, str]:
+    return f".{name}.", ".draft"

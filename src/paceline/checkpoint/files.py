@@ -1,0 +1,117 @@
+"""One file on this process's disk: written whole or not at all, and read only if it is good.
+
+The invariant: whatever goes wrong becomes an error that names the file, says what is the matter and what can be done.
+"""
+
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+import torch
+
+from paceline.checkpoint import format, safetensors
+from paceline.checkpoint.atomic import replacing
+from paceline.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError
+
+
+def write(obj: Any, path: str) -> None:
+    """Put ``obj`` into the place of the file ``path``.
+
+    Raises:
+        CheckpointError: the disk is full, or refuses; or the object does not fit the format that the name asks for.
+        Exception: whatever pickling an object raises.
+    """
+    try:
+        with replacing(path) as draft:
+            (safetensors if safetensors.is_safetensors(path) else format).write(obj, draft)
+    except OSError as error:
+        raise CheckpointError(_about_disk(path, error)) from error
+
+
+def read(path: str, *, weights_only: bool) -> Any:
+    """What the file holds, with all tensors on the CPU.
+
+    Raises:
+        CheckpointMissingError: there is no such file.
+        CheckpointDamagedError: it is not as it was written; the message names the newest good one beside it.
+        CheckpointError: it cannot be read; or it holds what only running its code could make.
+    """
+    try:
+        with open(path, "rb") as file:
+            if problem := format.find_damage(file):
+                raise _damaged(path, problem)
+            try:
+                return _parsed(file, path, weights_only)
+            except CheckpointError:
+                raise
+            except Exception as error:  # of bytes that are no checkpoint, anything may be raised
+                if isinstance(error, pickle.UnpicklingError) and weights_only:
+                    if names := unsafe_in(file):
+                        raise CheckpointError(_about_code(path, names)) from None
+                    raise _damaged(path, "it is no archive, nor a pickle of tensors and plain values") from None
+                raise _damaged(path, f"{type(error).__name__}: {error}") from error
+    except FileNotFoundError:
+        raise CheckpointMissingError(f"{path}: there is no such file.{_advice(path)}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
+
+
+def unsafe_in(file: BinaryIO | str) -> list[str]:
+    """What a file of torch.save holds that ``weights_only`` refuses, by its names in Python."""
+    if not isinstance(file, str):
+        file.seek(0)
+    with contextlib.suppress(Exception):  # no file of this kind
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    return []
+
+
+def is_good(path: str) -> bool:
+    """Whether a file's bytes are as they were written, as far as it lets one know."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return not format.find_damage(file)
+    return False
+
+
+def _parsed(file: BinaryIO, path: str, weights_only: bool) -> Any:
+    if safetensors.looks_like_safetensors(file):
+        return safetensors.read(path)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=weights_only)
+
+
+def _damaged(path: str, problem: str) -> CheckpointDamagedError:
+    return CheckpointDamagedError(f"{path} is damaged: {problem}.{_advice(path)}")
+
+
+def _advice(path: str) -> str:
+    good = next((other for other in _newest_first(path) if is_good(other)), None)
+    return f" The newest good file beside it is {good}." if good else " There is no good file of this kind beside it."
+
+
+def _newest_first(path: str) -> Iterator[str]:
+    """The other files of the same kind in the same folder."""
+    folder, name = os.path.split(path)
+    suffix = os.path.splitext(name)[1]
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(OSError), os.scandir(folder or ".") as scanned:
+        entries = [entry for entry in scanned if entry.name.endswith(suffix) and entry.name != name and entry.is_file()]
+    found = [(entry.stat().st_mtime_ns, os.path.join(folder, entry.name)) for entry in entries]
+    yield from (other for _, other in sorted(found, reverse=True))
+
+
+def _about_disk(path: str, error: OSError) -> str:
+    free = "."
+    with contextlib.suppress(OSError):
+        free = f", where {shutil.disk_usage(os.path.dirname(os.path.realpath(path))).free:,} bytes are free."
+    return f"{path} could not be written: {error.strerror or error}{free} What was there before is unchanged."
+
+
+def _about_code(path: str, names: list[str]) -> str:
+    return (
+        f"{path} holds objects of {', '.join(names)}. To make them, code of whoever wrote the file would run, so they "
+        "are not made. If you trust it, say paceline.load(path, weights_only=False); or trust only these with "
+        "torch.serialization.add_safe_globals."
+    )

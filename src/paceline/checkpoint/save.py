@@ -1,0 +1,41 @@
+"""``save``: one file for a whole job.
+
+The invariant: on no rank does it return before the file is durable, and on all of them it raises if it is not.
+"""
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.checkpoint import files, shards
+from paceline.checkpoint.ranks import on_first, ranks_of
+
+
+def save(
+    obj: Any, path: str | os.PathLike[str], *, alone: bool = False, group: dist.ProcessGroup | None = None
+) -> None:
+    """Save ``obj`` once for all ranks, in place of ``path``: what torch.load reads, with a checksum.
+
+    All ranks call it. The first one writes what it was given; the others' objects don't count and may be None. A crash
+    at any moment, a full disk included, leaves the file that was there. Where the object holds sharded tensors
+    (DTensor), each rank writes its own shards with torch.distributed.checkpoint, into a folder beside the file.
+
+    A name that ends in ``.safetensors`` makes a file of that format, which holds a dict of tensors by name.
+
+    Args:
+        obj: whatever torch.save takes. For ``load`` to need no trust: tensors, numbers, strings, None and dicts, lists,
+            tuples and sets of them.
+        path: a file. Its folder must be there.
+        alone: this rank writes, whichever it is, and waits for no other.
+        group: the ranks that call this; by default all.
+    Raises:
+        CheckpointError: on all ranks alike: the disk is full or refuses, or the object does not fit the format. On one
+            rank alone: it is not in ``group``.
+        Exception: on the first rank, whatever pickling an object raises; the others are told of it.
+    """
+    ranks = ranks_of(group, alone=alone)
+    if not alone and ranks.told(shards.is_sharded(obj)):
+        shards.save(obj, os.fspath(path), ranks)
+    else:
+        on_first(ranks, lambda: files.write(obj, os.fspath(path)))
