@@ -9,138 +9,29 @@ The invariant: all ranks of a column run the same schedule; a lane's replicas av
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, ModuleDict, Parameter
+from torch.nn import Parameter
 
 from paceline.errors import PipelineError
-from paceline.parallel import DistributedDataParallel, gather
-from paceline.parallel.groups import cpu_backend_of, timeout_of
-from paceline.parallel.replicas.broadcast import broadcast_tensors
+from paceline.parallel import gather
 from paceline.pipeline.clock import Placed
+from paceline.pipeline.column import OUTPUT_TAG, ToRanks, first_tag_for_ties, share_loss, share_outputs
+from paceline.pipeline.groups import make_groups
 from paceline.pipeline.lanes import Batch, run_lane
 from paceline.pipeline.layout import Layout
 from paceline.pipeline.links import Links
 from paceline.pipeline.microbatches import num_samples
-from paceline.pipeline.schedule import Action, Schedule
-from paceline.pipeline.stage import Call, Parcel, Stage
+from paceline.pipeline.replicas import Replicas
+from paceline.pipeline.stage import Call, Stage
 from paceline.pipeline.stages import Cut, move, release, users_of
 from paceline.pipeline.terms import Terms, weighed, weights_of
 from paceline.pipeline.ties import TiesOverRanks, find_ties
 from paceline.pipeline.values import moved, put_together, take_apart
-
-_OUTPUT_TAG, _LOSS_TAG, _FIRST_FREE_TAG = 0, 1, 2
-
-
-class ToRanks:
-    """A lane's way to the stages on other ranks of its column.
-
-    Attributes:
-        sizes: of the microbatches of this step, once they are known.
-    """
-
-    def __init__(self, links: Links, num_stages: int, num_lanes: int, lane: int) -> None:
-        self._links = links
-        self._num_stages = num_stages
-        self._num_lanes = num_lanes
-        self._lane = lane
-        self._kept: dict[Action, Any] = {}  # for this rank's own stages, or come before its time
-        self.sizes: tuple[int, ...] = ()
-
-    def await_sizes(self) -> tuple[int, ...]:
-        """What the first stage says of this step: with the first parcel that comes."""
-        first = Action("F", self._lane - 1, 0)
-        self._kept[first] = self.take(first)
-        return self.sizes
-
-    def give(self, made_by: Action, value: Any) -> None:
-        """Keep it, or send it, as the needing stage is here or elsewhere."""
-        to = self._lane_of(made_by.stage + (1 if made_by.kind == "F" else -1))
-        if to == self._lane:
-            self._kept[made_by] = value
-        elif isinstance(value, Parcel):
-            self._links.send(to, self._tag(made_by), (self.sizes, value.shell, value.wanted), value.tensors)
-        else:
-            there = tuple(grad is not None for grad in value)
-            self._links.send(to, self._tag(made_by), there, [grad for grad in value if grad is not None])
-
-    def take(self, made_by: Action) -> Any:
-        """What is here, or comes next on its way."""
-        if made_by in self._kept:
-            return self._kept.pop(made_by)
-        shell, tensors = self._links.receive(self._lane_of(made_by.stage), self._tag(made_by))
-        if made_by.kind == "F":
-            self.sizes, inner, wanted = shell
-            return Parcel(inner, tensors, wanted)
-        coming = iter(tensors)
-        return [next(coming) if is_there else None for is_there in shell]
-
-    def _lane_of(self, stage: int) -> int:
-        return stage % self._num_lanes
-
-    def _tag(self, made_by: Action) -> int:
-        return _FIRST_FREE_TAG + 2 * made_by.stage + (made_by.kind == "B")
-
-
-def first_tag_for_ties(num_stages: int) -> int:
-    """Past those of the stages."""
-    return _FIRST_FREE_TAG + 2 * num_stages
-
-
-class _Lane(Module):
-    """All parts of a lane, as one module to be averaged."""
-
-    def __init__(self, stages: Mapping[int, Stage]) -> None:
-        super().__init__()
-        self.parts = ModuleDict({str(number): stage.part for number, stage in stages.items()})
-
-    def forward(self, number: int, *args: Any, **kwargs: Any) -> Any:
-        return self.parts[str(number)](*args, **kwargs)
-
-
-class Replicas:
-    """This rank's lane among its replicas on other ranks.
-
-    Args:
-        stages: this rank's, built alike by all replicas. A collective call among them.
-        group: of the replicas; None where there is but one.
-    Raises:
-        ReplicaMismatchError: their parameters differ.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage], group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.size = 1 if group is None else dist.get_world_size(group)
-        self.wrapper: DistributedDataParallel | None = None
-        params = [param for stage in stages.values() for param in stage.part.parameters()]
-        if group is None:
-            return
-        if not any(param.requires_grad for param in params):  # nothing to average, but alike from the beginning
-            buffers = [buffer for stage in stages.values() for buffer in stage.part.buffers()]
-            broadcast_tensors([*dict.fromkeys([*params, *buffers])], group)
-            return
-        self.wrapper = DistributedDataParallel(_Lane(stages), process_group=group)
-        for number, stage in stages.items():
-            stage.call = functools.partial(self.wrapper, number)
-
-    def around(self, action: Action, schedule: Schedule, lane: int) -> contextlib.AbstractContextManager[None]:
-        """Copy buffers in the lane's first forward, average in its last backward, and leave replicas alone between."""
-        actions = schedule.lanes[lane]
-        if self.wrapper is None or action in (actions[0], actions[-1]):
-            return contextlib.nullcontext()
-        return self.wrapper.no_sync()
-
-    def total(self, value: float, device: torch.device) -> float:
-        """The sum over the replicas. A collective call among them."""
-        if self._group is None:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, group=self._group)
-        return float(tensor)
 
 
 class RankRunner:
@@ -238,10 +129,10 @@ class RankRunner:
             if lane == self._lane:
                 for other in range(self._layout.num_lanes):
                     if other != lane:
-                        self.links.send(other, _OUTPUT_TAG, shell, tensors)
+                        self.links.send(other, OUTPUT_TAG, shell, tensors)
                 lanes.append({name: tensor.detach().cpu() for name, tensor in kept.items()})
             else:
-                shell, tensors = self.links.receive(lane, _OUTPUT_TAG)
+                shell, tensors = self.links.receive(lane, OUTPUT_TAG)
                 lanes.append(put_together(shell, [tensor.cpu() for tensor in tensors]))
             self.links.finish()
         together = {name: value for lane in lanes for name, value in lane.items()}
@@ -317,69 +208,3 @@ class RankRunner:
                 self._ties.restore()
                 for stage in self.stages.values():
                     stage.forget()
-
-
-def make_groups(layout: Layout, rank: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """This rank's column, for messages, and its replicas. A collective call of the world, in one order."""
-    lane, replica = layout.place_of(rank)
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    timeout, on_cpu = timeout_of(everybody), cpu_backend_of(everybody)
-    columns = [dist.new_group(layout.column(number), timeout, on_cpu) for number in range(layout.num_replicas)]
-    if layout.num_replicas == 1:
-        return columns[replica], None
-    rows = [dist.new_group(list(row), timeout) for row in layout.rows]
-    return columns[replica], rows[lane]
-
-
-def agree(what: Any, explain: Callable[[int, Any, Any], str | None]) -> None:
-    """Compare what all ranks say. A collective call of the world.
-
-    Args:
-        explain: of a rank, what it says and what rank 0 says: the difference, if there is one.
-    Raises:
-        PipelineError: on every rank, if any differs.
-    """
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, what)
-    for rank, theirs in enumerate(said):
-        if (difference := explain(rank, theirs, said[0])) is not None:
-            raise PipelineError(difference)
-
-
-def from_first(make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, or the exception that it raised there. A collective call of the world."""
-    box: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = True, make()
-        except Exception as error:
-            box[0] = False, error
-    dist.broadcast_object_list(box, src=0)
-    succeeded, value = box[0]
-    if not succeeded:
-        raise value
-    return value
-
-
-def share_outputs(
-    links: Links, lane: int, num_lanes: int, shell: Any, tensors: list[Tensor]
-) -> tuple[Any, list[Tensor]]:
-    """From the last lane to all others of the column."""
-    return _from_last(links, lane, num_lanes, _OUTPUT_TAG, shell, tensors)
-
-
-def share_loss(links: Links, lane: int, num_lanes: int, loss: Tensor | None) -> Tensor:
-    """From the last lane to all others of the column."""
-    _, (told,) = _from_last(links, lane, num_lanes, _LOSS_TAG, None, [] if loss is None else [loss])
-    return told
-
-
-def _from_last(
-    links: Links, lane: int, num_lanes: int, tag: int, shell: Any, tensors: Sequence[Tensor]
-) -> tuple[Any, list[Tensor]]:
-    if lane < num_lanes - 1:
-        return links.receive(num_lanes - 1, tag)
-    for other in range(num_lanes - 1):
-        links.send(other, tag, shell, list(tensors))
-    return shell, list(tensors)

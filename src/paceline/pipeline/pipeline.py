@@ -19,9 +19,10 @@ from paceline.parallel.data_parallel.devices import DeviceLike, all_devices, as_
 from paceline.parallel.data_parallel.weights import Count, Loss, Weighing
 from paceline.pipeline.activations import measure_activations
 from paceline.pipeline.clock import bubble_fraction
+from paceline.pipeline.groups import agree, from_first
 from paceline.pipeline.layout import Layout, Ranks, make_layout
 from paceline.pipeline.on_devices import DeviceRunner
-from paceline.pipeline.on_ranks import RankRunner, agree, from_first
+from paceline.pipeline.on_ranks import RankRunner
 from paceline.pipeline.picture import draw_placed
 from paceline.pipeline.schedule import Rule, Schedule
 from paceline.pipeline.stages import Balance, Cut, Example, choose_ranges, open_model

@@ -1,0 +1,93 @@
+"""What the lanes of a column tell one another: activations, gradients, outputs and the loss.
+
+The invariant: each stage's forwards and backwards have a tag of their own, so a lane may take them in its own order.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from paceline.pipeline.links import Links
+from paceline.pipeline.schedule import Action
+from paceline.pipeline.stage import Parcel
+
+OUTPUT_TAG, _LOSS_TAG, _FIRST_FREE_TAG = 0, 1, 2
+
+
+class ToRanks:
+    """A lane's way to the stages on other ranks of its column.
+
+    Attributes:
+        sizes: of the microbatches of this step, once they are known.
+    """
+
+    def __init__(self, links: Links, num_stages: int, num_lanes: int, lane: int) -> None:
+        self._links = links
+        self._num_stages = num_stages
+        self._num_lanes = num_lanes
+        self._lane = lane
+        self._kept: dict[Action, Any] = {}  # for this rank's own stages, or come before its time
+        self.sizes: tuple[int, ...] = ()
+
+    def await_sizes(self) -> tuple[int, ...]:
+        """What the first stage says of this step: with the first parcel that comes."""
+        first = Action("F", self._lane - 1, 0)
+        self._kept[first] = self.take(first)
+        return self.sizes
+
+    def give(self, made_by: Action, value: Any) -> None:
+        """Keep it, or send it, as the needing stage is here or elsewhere."""
+        to = self._lane_of(made_by.stage + (1 if made_by.kind == "F" else -1))
+        if to == self._lane:
+            self._kept[made_by] = value
+        elif isinstance(value, Parcel):
+            self._links.send(to, self._tag(made_by), (self.sizes, value.shell, value.wanted), value.tensors)
+        else:
+            there = tuple(grad is not None for grad in value)
+            self._links.send(to, self._tag(made_by), there, [grad for grad in value if grad is not None])
+
+    def take(self, made_by: Action) -> Any:
+        """What is here, or comes next on its way."""
+        if made_by in self._kept:
+            return self._kept.pop(made_by)
+        shell, tensors = self._links.receive(self._lane_of(made_by.stage), self._tag(made_by))
+        if made_by.kind == "F":
+            self.sizes, inner, wanted = shell
+            return Parcel(inner, tensors, wanted)
+        coming = iter(tensors)
+        return [next(coming) if is_there else None for is_there in shell]
+
+    def _lane_of(self, stage: int) -> int:
+        return stage % self._num_lanes
+
+    def _tag(self, made_by: Action) -> int:
+        return _FIRST_FREE_TAG + 2 * made_by.stage + (made_by.kind == "B")
+
+
+def first_tag_for_ties(num_stages: int) -> int:
+    """Past those of the stages."""
+    return _FIRST_FREE_TAG + 2 * num_stages
+
+
+def share_outputs(
+    links: Links, lane: int, num_lanes: int, shell: Any, tensors: list[Tensor]
+) -> tuple[Any, list[Tensor]]:
+    """From the last lane to all others of the column."""
+    return _from_last(links, lane, num_lanes, OUTPUT_TAG, shell, tensors)
+
+
+def share_loss(links: Links, lane: int, num_lanes: int, loss: Tensor | None) -> Tensor:
+    """From the last lane to all others of the column."""
+    _, (told,) = _from_last(links, lane, num_lanes, _LOSS_TAG, None, [] if loss is None else [loss])
+    return told
+
+
+def _from_last(
+    links: Links, lane: int, num_lanes: int, tag: int, shell: Any, tensors: Sequence[Tensor]
+) -> tuple[Any, list[Tensor]]:
+    if lane < num_lanes - 1:
+        return links.receive(num_lanes - 1, tag)
+    for other in range(num_lanes - 1):
+        links.send(other, tag, shell, list(tensors))
+    return shell, list(tensors)
