@@ -187,6 +187,22 @@ def test_tensors_of_any_layout_are_looked_at(make):
     assert run_ranks(2, of_any_layout, make) == [(10, True)] * 2
 
 
+def resized(world):
+    """All keep half of a weight, in the same memory or in other."""
+    model = nn.ParameterList([torch.arange(400.0), torch.ones(1)])
+    wrapped = DistributedDataParallel(model)
+    for k in range(6):
+        if k == 2:
+            half = model[0].data[:200]
+            model[0].data, model[0].grad = half.clone() if world.rank else half, None
+        sum(param.sum() for param in wrapped.module).backward()
+    return model[0].grad.shape
+
+
+def test_weights_that_were_resized_alike_are_left_alone():
+    assert run_ranks(2, resized) == [(200,)] * 2
+
+
 def untouched(world, dtype):
     return train(world, lambda *_: None, model=deep(dtype=dtype))
 

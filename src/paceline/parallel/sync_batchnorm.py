@@ -153,7 +153,7 @@ def _gather_statistics(input: Tensor, group: dist.ProcessGroup) -> _Statistics:
     """What all ranks hold. A collective call, of 2C + 1 numbers."""
     num_channels = input.shape[1]
     dims, _ = _around_channels(input)
-    message = torch.zeros(2 * num_channels + 1, dtype=torch.float64)  # mean, M2, count
+    message = torch.zeros(2 * num_channels + 1, dtype=torch.float64, device="cpu")  # mean, M2, count
     if input.numel():
         count = input.numel() // num_channels
         rounded_mean = input.mean(dims, keepdim=True, dtype=_wide(input))

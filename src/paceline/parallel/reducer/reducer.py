@@ -260,6 +260,8 @@ class Reducer:
         self.arrivals.expect_all()
         self._replan()
         self._is_recast = False
+        if self._drift is not None:
+            self._drift.forget()
         control = self._hear(self._send_control([], is_shadow=False))
         self._messages.check(control)
         return control

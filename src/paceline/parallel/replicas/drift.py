@@ -48,7 +48,7 @@ class _Parameters:
         self._position = -1  # of what is looked at now
         self._views: list[Tensor | None] = []  # of that, where there can be any
         self._joined: Tensor | None = None  # room for all of them, if they can be joined at once
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._are_alike = len({(params[i].device, params[i].itemsize) for i in self.indices}) <= 1
 
     def are(self, params: Sequence[Tensor]) -> bool:
@@ -102,7 +102,7 @@ class DriftWatch:
         self._num_params = 0
         self._kept: dict[int, _Parameters] = {}  # by the turn
         self._looked_at: _Parameters | None = None
-        self._samples = torch.empty(0, dtype=torch.uint8)
+        self._samples = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._arrival: torch.cuda.Event | None = None
 
     @torch.no_grad()
@@ -125,17 +125,21 @@ class DriftWatch:
         samples = kept.sample(params, position)
         self._looked_at, self._arrival = kept, None
         if samples.is_cuda:
-            self._samples = torch.empty(samples.shape, dtype=torch.uint8, pin_memory=True)
+            self._samples = torch.empty(samples.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._samples.copy_(samples, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record(torch.cuda.current_stream(samples.device))
         else:
             self._samples = samples.cpu()
 
+    def forget(self) -> None:
+        """The parameters have become others, maybe where they were: keep no views of what they have been."""
+        self._kept.clear()
+
     def look_away(self) -> None:
         """Have no samples in this round: this rank's weights have been left behind, under ``join``."""
         self._looked_at, self._arrival = None, None
-        self._samples = torch.empty(0, dtype=torch.uint8)
+        self._samples = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def digest(self) -> bytes:
         """Of the samples taken last. At the end of backward they have long arrived."""
