@@ -15,8 +15,8 @@ import torch
 import torch.utils.data
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, IterDataPipe, Sampler
 
-from paceline.data.batches import BatchSampler as OwnBatchSampler
 from paceline.data.batches import dealt_shares
+from paceline.data.counting import Source, num_batches, samples_a_step, source_of
 from paceline.data.order import UNKNOWN
 from paceline.data.passes import Batches, SeededBatches
 from paceline.data.permutation import mix
@@ -143,7 +143,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.source = _sampler_behind(self.sampler, batch_sampler)
+        self.source: Source | None = source_of(self.sampler, batch_sampler)
         if is_stream:
             self.source = ShardedStream(
                 cast(IterableDataset[T_co], dataset),
@@ -185,7 +185,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             self._watch,
             samples_a_step=0 if step is None else step,
             length=UNKNOWN if known is None or isinstance(self.source, ShardedStream) else max(known, current.start),
-            num_batches=None if is_whole or step is None or known is None else self._num_batches(current.start),
+            num_batches=None
+            if is_whole or step is None or known is None
+            else num_batches(self.source, self.batch_sampler, start=current.start, rank=self.source.rank),
         )
 
     def __len__(self) -> int:
@@ -196,7 +198,7 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         """
         if isinstance(self.source, ShardedStream):
             len(self.dataset)  # type: ignore[arg-type]  # for torch's error
-            return self._num_batches(0)
+            return num_batches(self.source, self.batch_sampler, start=0, rank=self.source.rank)
         return super().__len__()
 
     def set_epoch(self, epoch: int) -> None:
@@ -280,7 +282,8 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             raise DataError(
                 f"a {type(self.dataset).__name__} does not tell its length, so the batches can't be counted"
             )
-        return tuple(self._num_batches(0, rank) for rank in range(source.num_replicas))
+        ranks = range(source.num_replicas)
+        return tuple(num_batches(source, self.batch_sampler, start=0, rank=rank) for rank in ranks)
 
     def indices(self) -> npt.NDArray[np.int64]:
         """The dataset indices of the samples in this rank's batches, in order, in the epoch in use.
@@ -332,29 +335,9 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
         return super(DataLoader, twin)._get_iterator()
 
     def _samples_a_step(self) -> int | None:
-        """How many positions of the epoch all ranks together take with each batch; None where that isn't known."""
-        if self.source is None:
-            return None
-        shares, batches = self.source.shares, self.batch_sampler
-        if batches is None or batches is self.source:
-            return shares.total // shares.sizes[self.source.rank]
-        if not isinstance(batches, BatchSampler) or type(batches) not in (BatchSampler, OwnBatchSampler):
-            return None
-        return batches.batch_size * shares.total // shares.sizes[self.source.rank]
+        return samples_a_step(self.source, self.batch_sampler)
 
-    def _num_batches(self, start: int, rank: int | None = None) -> int:
-        """How many batches a rank has of an epoch from ``start`` on."""
-        assert self.source is not None
-        rank = self.source.rank if rank is None else rank
-        num_samples = self.source.portion_of(rank, start).num_samples
-        batches: Any = self.batch_sampler
-        if batches is None or batches is self.source:
-            return num_samples
-        sizes = self.source.shares.sizes
-        batch_size: int = batches.batch_size // sizes[self.source.rank] * sizes[rank]
-        return num_samples // batch_size if batches.drop_last else -(-num_samples // batch_size)
-
-    def _counting_source(self) -> DistributedSampler | ShardedStream:
+    def _counting_source(self) -> Source:
         if self.source is None or self._samples_a_step() is None:
             raise DataError(
                 f"this loader keeps no count of samples, since it draws from {self._drawn_from()}. Wrap that in a "
@@ -374,12 +357,6 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
 def _is_stream(dataset: Any) -> bool:
     """Whether samples come one after another; torch's own pipes are sharded by torch."""
     return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
-
-
-def _sampler_behind(sampler: Any, batch_sampler: Any) -> DistributedSampler | ShardedStream | None:
-    """Ours, wherever it is. torch fills ``sampler`` with one that it does not use where a batch sampler is given."""
-    drawn = (sampler,) if batch_sampler is None else (batch_sampler, getattr(batch_sampler, "sampler", None))
-    return next((part for part in drawn if isinstance(part, DistributedSampler)), None)
 
 
 def _refuse_without_effect(*, is_sharded: bool, **given: Any) -> None:
