@@ -157,6 +157,8 @@ def test_another_module_stays_float32_and_deactivating_restores_torch():
     """One of two modules under O1: no function of torch is another one, during or after."""
     names = [(F, "linear"), (F, "softmax"), (torch, "matmul"), (torch.Tensor, "sum"), (torch.Tensor, "__matmul__")]
     before = [getattr(place, name) for place, name in names]
+    hooks = torch.nn.modules.module._global_module_registration_hooks
+    hooks_before = list(hooks)
     other, inner = nn.Linear(4, 4), nn.Linear(4, 4)
     seen = []
     other.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
@@ -172,7 +174,9 @@ def test_another_module_stays_float32_and_deactivating_restores_torch():
     seen.clear()
     model(x)
     assert seen == [FLOAT]
-    assert "forward" not in vars(model)
+    assert not {"forward", "_replicate_for_data_parallel"} & vars(model).keys()
+    assert not model._state_dict_hooks
+    assert list(hooks) == hooks_before
     assert model.forward.__func__ is nn.Sequential.forward
 
 

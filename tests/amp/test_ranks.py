@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from paceline import DistributedDataParallel, amp
@@ -87,7 +88,7 @@ def partly_wrapped(rank):
         scaled.backward()
     optimizer.step()
     amp.deactivate()
-    return amp.skipped_steps() or optimizer._amp_stash.num_skipped
+    return optimizer._amp_stash.num_skipped
 
 
 def alone(rank):
@@ -133,16 +134,35 @@ def stuck(rank):
         amp.deactivate()
 
 
-def of_torchs_scaler(rank):
+def joined(rank):
+    """Rank 1 has three batches, of which the second overflows, and rank 0 two; then both train on."""
+    told = []
+    for level in ("O1", "O2"):
+        model, optimizer = build(level, linear(), lr=0.3)
+        wrapped = DistributedDataParallel(model)
+        with wrapped.join(states=[optimizer, amp, model]):
+            for step in range(2 + rank):
+                optimizer.zero_grad()
+                backward(wrapped, optimizer, torch.full((1, 2), INF if step == 1 and rank else 1.0))
+                optimizer.step()
+        optimizer.zero_grad()
+        backward(wrapped, optimizer, torch.ones(1, 2))
+        optimizer.step()
+        told.append((weights_of(model), amp.state_dict()))
+        amp.deactivate()
+    return told
+
+
+def of_torchs_scaler(rank, config, autocasts):
     """torch.amp.GradScaler with paceline's wrapper; an infinity on rank 1 alone, in the second of three steps."""
     model = linear()
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, mixed_precision=config)
     optimizer = SGD(model.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     told = []
     for step in range(3):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocasts):
             loss = wrapped(torch.full((1, 2), INF if step == 1 and rank else 1.0)).float().sum()
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -205,7 +225,11 @@ def everything(world):
             "alone": alone(rank),
             "reduced": reduced(rank),
             "stuck": stuck(rank),
-            "torch's scaler": of_torchs_scaler(rank),
+            "joined": joined(rank),
+            "torch's scaler": of_torchs_scaler(rank, None, True),
+            "torch's scaler, mixed_precision=": of_torchs_scaler(
+                rank, _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16), False
+            ),
             "apex's wrapper": of_apexs_wrapper(rank),
         }
 
@@ -251,9 +275,19 @@ def test_a_scale_at_its_floor_is_an_error_on_all_ranks(told):
     assert [each["stuck"] for each in told] == [f"{message} help"] * 2
 
 
+def test_a_rank_that_has_run_out_is_brought_along_masters_and_scale(told):
+    """Of rank 1's three steps and the one after, the second is skipped: weights go from 1 by three times 0.3."""
+    first, second = (each["joined"] for each in told)
+    assert first == second
+    for weights, scales in first:
+        assert weights == pytest.approx([0.1, 0.1], abs=1e-6)  # float16 knows it to 2.4e-5
+        assert scales == {"loss_scaler0": {"loss_scale": 32.0, "unskipped": 2, "skipped": 1}}
+
+
 def test_torchs_scaler_finds_the_same_on_all_ranks(told):
     steps = [([0.0], 64.0, [0.5, 0.5]), ([1.0], 32.0, [0.5, 0.5]), ([0.0], 32.0, [0.0, 0.0])]
-    assert [each["torch's scaler"] for each in told] == [steps, steps]
+    for name in ("torch's scaler", "torch's scaler, mixed_precision="):
+        assert [each[name] for each in told] == [steps, steps], name
 
 
 def test_apexs_options_of_the_wrapper(told):

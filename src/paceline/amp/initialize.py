@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from paceline.amp.convert import cast_model, check_is_whole
+from paceline.amp.convert import HALF, cast_model, check_is_whole
 from paceline.amp.masters import keep_in_checkpoints
 from paceline.amp.optimizers import OptimizerState, state_of
 from paceline.amp.options import Properties, choose, choose_bounds
@@ -106,7 +106,8 @@ def _convert(model: Module, properties: Properties, outputs: torch.dtype | None)
     dtype = properties.cast_model_type
     if dtype is not None:
         cast_model(model, dtype, keeps_batchnorm=bool(properties.keep_batchnorm_fp32))
-    keep_in_checkpoints(model)
+    if any(tensor.dtype in HALF for tensor in (*model.parameters(), *model.buffers())):
+        keep_in_checkpoints(model)
     functions = properties.patch_torch_functions_type if properties.patch_torch_functions else None
     if dtype is not None or functions is not None or outputs is not None:
         wrap(model, Casts(dtype, functions, outputs))
