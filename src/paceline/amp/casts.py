@@ -69,7 +69,7 @@ def disable_casts() -> Iterator[None]:
     It is ``torch.autocast(..., enabled=False)`` for all devices there are.
     """
     with contextlib.ExitStack() as stack:
-        for kind in {"cpu", *([] if (here := torch.accelerator.current_accelerator()) is None else [here.type])}:
+        for kind in {"cpu", _accelerator()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -79,7 +79,12 @@ def device_type_of(module: Module) -> str:
     for tensors in (module.parameters(), module.buffers()):
         for tensor in tensors:
             return tensor.device.type
-    here = torch.accelerator.current_accelerator()
+    return _accelerator()
+
+
+def _accelerator() -> str:
+    """The type of the accelerator that is here; "cpu" without one."""
+    here = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if here is None else here.type
 
 
@@ -87,7 +92,8 @@ def autocast_dtype_of(item: Any) -> torch.dtype | None:
     """To what autocast casts the tensors in ``item`` now; None where it is off for their device."""
     for tensor in _tensors_in(item):
         kind = tensor.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        return torch.get_autocast_dtype(kind) if is_on else None
     return None
 
 
