@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline import amp, errors
-    from paceline.checkpoint import load, save
+    from paceline.checkpoint import Checkpointer, load, save
     from paceline.data import BatchSampler, DataLoader, DistributedSampler, fingerprint, gather
     from paceline.launch.spawning.spawn import spawn
     from paceline.parallel import DataParallel, DistributedDataParallel, SyncBatchNorm
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOME_OF = {
     "BatchSampler": "paceline.data",
+    "Checkpointer": "paceline.checkpoint",
     "DataLoader": "paceline.data",
     "DataParallel": "paceline.parallel",
     "DistributedDataParallel": "paceline.parallel",
@@ -41,6 +42,7 @@ __version__ = "0.1.0.dev0"
 
 __all__ = [
     "BatchSampler",
+    "Checkpointer",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",

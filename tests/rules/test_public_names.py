@@ -14,6 +14,7 @@ SOURCE = pathlib.Path(paceline.__file__).parent
 
 PUBLIC = [
     "BatchSampler",
+    "Checkpointer",
     "DataLoader",
     "DataParallel",
     "DistributedDataParallel",

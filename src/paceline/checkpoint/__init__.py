@@ -3,7 +3,8 @@
 The invariant: a crash at any moment leaves the checkpoint before it as it was.
 """
 
-from paceline.checkpoint.load import load
-from paceline.checkpoint.save import save
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.loading import load
+from paceline.checkpoint.saving import save
 
-__all__ = ["load", "save"]
+__all__ = ["Checkpointer", "load", "save"]

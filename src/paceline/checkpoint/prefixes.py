@@ -16,6 +16,17 @@ def plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
+def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
+    """A model's state under plain names; as it is, where two of them would become one."""
+    short = [plain(name) for name in state]
+    if len(set(short)) < len(short):
+        return state
+    modules = [plain(name) for name in getattr(state, "_metadata", ())]
+    return _with_metadata(
+        state, dict(zip(short, state.values(), strict=True)), dict(zip(modules, modules, strict=True))
+    )
+
+
 def fitted(obj: Any, model: nn.Module) -> Any:
     """An object in which state dicts have the names that ``model`` has, itself wrapped or not.
 
@@ -33,16 +44,21 @@ def _fitted(obj: Any, names: Mapping[str, str], modules: Mapping[str, str]) -> A
         changed = {_new_name(key, value, names): _fitted(value, names, modules) for key, value in obj.items()}
         if len(changed) < len(obj) or type(obj).__name__ not in ("dict", "OrderedDict"):
             return obj
-        found = type(obj)(changed)
-        metadata = getattr(obj, "_metadata", None)
-        if metadata is not None:  # versions of modules, by their names
-            found._metadata = type(metadata)(  # type: ignore[attr-defined]
-                {modules.get(plain(name), name): versions for name, versions in metadata.items()}
-            )
-        return found
+        return _with_metadata(obj, changed, modules)
     if type(obj) in (list, tuple):
         return type(obj)(_fitted(value, names, modules) for value in obj)
     return obj
+
+
+def _with_metadata(state: dict[str, Any], renamed: dict[str, Any], modules: Mapping[str, str]) -> dict[str, Any]:
+    """``renamed`` as the kind of dict that ``state`` is, with the versions of modules that came with it."""
+    found = type(state)(renamed)
+    metadata = getattr(state, "_metadata", None)
+    if metadata is not None:
+        found._metadata = type(metadata)(  # type: ignore[attr-defined]
+            {modules.get(plain(name), name): versions for name, versions in metadata.items()}
+        )
+    return found
 
 
 def _new_name(key: Any, value: Any, names: Mapping[str, str]) -> Any:
