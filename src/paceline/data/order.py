@@ -18,7 +18,7 @@ from paceline.data.shares import Portion
 UNKNOWN = 2**62
 
 # Chunks are small at first, so that the first index is there at once, then large, so that each is cheap.
-_FIRST_CHUNK, _LAST_CHUNK, _CHUNK_GROWTH = 256, 16384, 8
+_FIRST_CHUNK, _LAST_CHUNK, _CHUNK_GROWTH = 1024, 16384, 4
 
 
 class Order(Protocol):

@@ -41,15 +41,16 @@ class Batches(Iterator[Any]):
         except StopIteration:
             self._current.is_counted = self._current.is_ended = True
             raise
+        current = self._current
         self._num_given += 1
-        self._current.consumed = min(self._current.consumed + self._samples_a_step, self._length)
-        self._current.snapshot = None
-        if isinstance(batch, Stamped):
-            batch, self._current.snapshot = batch.value, batch.state
+        current.consumed = min(current.consumed + self._samples_a_step, self._length)
+        current.snapshot = None
+        if type(batch) is Stamped:
+            batch, current.snapshot = batch.value, batch.state
         if self._num_given <= 2:
             if self._watch is not None:
                 self._watch.see(batch, self._num_given)
-            self._current.is_counted = self._num_given == 2
+            current.is_counted = self._num_given == 2
         return batch
 
     def __len__(self) -> int:

@@ -146,8 +146,8 @@ class Portion:
             positions = numbers * self.shares.total + (self.start + offset)
         else:
             positions = numbers // width * self.shares.total + (numbers % width + (self.start + offset))
-        beyond = max(self._num_full * width - first, 0)
-        positions[beyond:] += self._last[0] - offset
+        if last > self._num_full * width:
+            positions[max(self._num_full * width - first, 0) :] += self._last[0] - offset
         if positions.size and positions[-1] >= self.length:
             positions %= self.length  # padding wraps round, as often as it must
         return positions
