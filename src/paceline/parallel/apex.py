@@ -137,8 +137,12 @@ class Reducer:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Replace each gradient by its average over the ranks. A collective call; ranks must have the same ones."""
-        grads = self._grads or [param.grad for param in self.module.parameters() if param.grad is not None]
+        """Replace each gradient by its average over the ranks. A collective call.
+
+        A parameter of the module that only some ranks have used counts as zero on the others; of a list, ranks must
+        have the same gradients.
+        """
+        grads = self._grads or self._grads_of_module()
         world_size = dist.get_world_size(self._group)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in grads:
@@ -148,6 +152,18 @@ class Reducer:
             dist.all_reduce(flat, group=self._group)
             for grad, part in zip(members, torch.split(flat, [grad.numel() for grad in members]), strict=True):
                 grad.copy_(part.view_as(grad))
+
+    def _grads_of_module(self) -> list[Tensor]:
+        """The gradients that any rank has, zeros where this one has not. A collective call."""
+        params = list(self.module.parameters())
+        if not params:
+            return []
+        is_used = torch.tensor([param.grad is not None for param in params], dtype=torch.uint8, device=params[0].device)
+        dist.all_reduce(is_used, dist.ReduceOp.MAX, group=self._group)
+        for param, used in zip(params, is_used.tolist(), strict=True):
+            if used and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        return [param.grad for param in params if param.grad is not None]
 
 
 def reducers() -> list[Reducer]:

@@ -189,14 +189,19 @@ class DenseBucket(Bucket):
             future.add_done_callback(tell)
 
     def reduce_late(self, group: dist.ProcessGroup) -> None:
+        late = self._take_late(1 / self.world_size)
+        dist.all_reduce(late, group=group)
+        self._memory.flat.add_(late)
+
+    def _take_late(self, factor: float) -> Tensor:
+        """This rank's late gradients, times ``factor``, in memory like the bucket's; zero where there are none."""
         late = torch.zeros_like(self._memory.flat)
         self._join_streams()
         for position, (member, view) in enumerate(zip(self.members, self._memory.carve(late), strict=True)):
             if member.param.grad is not None and position not in self.misfits:
-                torch.mul(_dense(member.param.grad), 1 / self.world_size, out=view)
+                torch.mul(_dense(member.param.grad), factor, out=view)
                 member.param.grad = None
-        dist.all_reduce(late, group=group)
-        self._memory.flat.add_(late)
+        return late
 
     def rescale(self, factor: float) -> None:
         self._memory.flat.mul_(factor)

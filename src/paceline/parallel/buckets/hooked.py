@@ -5,7 +5,8 @@
 The hook finds this rank's gradients in ``bucket.buffer()``, not divided by anything, and its future holds what they are
 to become. torch's shipped hooks (torch.distributed.algorithms.ddp_comm_hooks) work as they are.
 
-The invariant: a hook is called for each bucket once a round, in the plan's order, on all ranks.
+The invariant: a hook is called for each bucket once a round, in the plan's order, on all ranks; and then once more for
+each that has gradients which came late on some rank, since only the hook knows what is made of gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,19 +89,34 @@ class HookedBucket(DenseBucket):
         self._future: torch.futures.Future[Any] | None = None
 
     def send(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
-        bucket = GradBucket(self.number, self._is_last, self._memory.flat, self._memory.views, list(self._params))
-        future = self._hook(self._state, bucket)
+        self._future = self._call(self._memory.flat, self._memory.views, is_last=self._is_last)
+
+    def _call(self, buffer: Tensor, views: Sequence[Tensor], *, is_last: bool) -> "torch.futures.Future[Any]":
+        future = self._hook(self._state, GradBucket(self.number, is_last, buffer, views, list(self._params)))
         if not hasattr(future, "wait"):  # some futures of c10d's are of C++'s class
             raise TypeError(
                 f"communication hook {name_of(self._hook)}: expected a torch.futures.Future of the averaged tensor, "
                 f"but it returned {type(future).__name__}."
             )
-        self._future = future
+        return future
 
     def wait(self) -> None:
         if self._future is None:
             return
         future, self._future = self._future, None
+        averaged = self._result_of(future)
+        if averaged.data_ptr() != self._memory.flat.data_ptr() or averaged.dtype != self._memory.flat.dtype:
+            self._memory.flat.copy_(averaged.view(-1))
+
+    def reduce_late(self, group: dist.ProcessGroup) -> None:
+        if self._is_average:
+            super().reduce_late(group)
+            return
+        late = self._take_late(1.0)
+        self._memory.flat.add_(self._result_of(self._call(late, self._memory.carve(late), is_last=False)).view(-1))
+
+    def _result_of(self, future: "torch.futures.Future[Any]") -> Tensor:
+        """What it holds, if it can be the bucket's."""
         value = future.wait()
         averaged = value[0] if isinstance(value, (list, tuple)) else value
         if not isinstance(averaged, Tensor) or averaged.numel() != self._memory.flat.numel():
@@ -109,8 +125,7 @@ class HookedBucket(DenseBucket):
                 f"rank {dist.get_rank()}: communication hook {name_of(self._hook)} gave {found} for bucket "
                 f"{self.number}; expected a tensor of {self._memory.flat.numel()} elements, as bucket.buffer() is."
             )
-        if averaged.data_ptr() != self._memory.flat.data_ptr() or averaged.dtype != self._memory.flat.dtype:
-            self._memory.flat.copy_(averaged.view(-1))
+        return averaged
 
     def when_ended(self, tell: Callable[[object], None]) -> None:
         future: Any = self._future
