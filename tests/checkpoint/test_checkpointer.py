@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # the first optimizer imports it: once here, rather than in each rank
 from torch import nn
 
 import paceline

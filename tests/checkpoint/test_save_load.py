@@ -1,6 +1,7 @@
 """What is saved comes back, in every format, on every rank; what is not good, or not safe, is an error that says so."""
 
 import collections
+import io
 import os
 import pathlib
 import sys
@@ -150,9 +151,8 @@ def test_a_change_of_any_byte_and_a_cut_at_any_byte_are_found(tmp_path):
     good = path.read_bytes()
     for place in range(len(good)):
         for bad in (good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :], good[:place]):
-            path.write_bytes(bad)
-            with path.open("rb") as file:
-                assert format.find_damage(file)
+            assert format.find_damage(io.BytesIO(bad))
+    assert not format.find_damage(io.BytesIO(good))
 
 
 def test_a_damaged_file_is_an_error_that_names_the_newest_good_one(tmp_path):
