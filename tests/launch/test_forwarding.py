@@ -126,6 +126,14 @@ def test_a_reader_that_leaves_ends_the_launch_quietly(tmp_path):
     assert not processes_with(str(tmp_path))
 
 
+@pytest.mark.parametrize("hosts", [["-n", "2"], ["--hosts", "localhost:2"]])
+def test_an_output_that_is_full_is_an_error(hosts):
+    with open("/dev/full", "w") as full:
+        ran = run_command([*PACELINE, "run", *hosts, "--no-python", "echo", "x"], stdout=full)
+    why = "what the ranks say cannot be written any more: No space left on device; the ranks were stopped"
+    assert (ran.returncode, ran.stderr.splitlines()[-1]) == (2, f"paceline: {why}")
+
+
 def test_ctrl_c_works_while_the_reader_stands_still(tmp_path):
     script = write_script(tmp_path, "while True:\n    print('y' * 1000, flush=True)")
     process = start([*PACELINE, "run", script])
@@ -135,6 +143,28 @@ def test_ctrl_c_works_while_the_reader_stands_still(tmp_path):
     process.send_signal(signal.SIGINT)
     wait_until(lambda: len(processes_with(str(tmp_path))) == 3)  # the rank is gone, though its output is not read yet
     assert process.communicate(timeout=30)[1].endswith("paceline: interrupted by SIGINT, all ranks have ended\n")
+    assert process.returncode == 130
+
+
+@pytest.mark.slow
+def test_ranks_are_ended_while_the_reader_of_all_that_is_said_stands_still(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        while True:
+            print("y" * 1000, flush=True)
+        """,
+    )
+    process = start([*PACELINE, "run", "--grace", "1", script], stderr=subprocess.STDOUT)
+    assert process.stdout.readline().startswith("y")
+    wait_until(lambda: _stands_still(process.stdout.fileno()), 60)
+    process.send_signal(signal.SIGINT)
+    # Killed, though nobody reads that rank 0 is waited for.
+    wait_until(lambda: len(processes_with(str(tmp_path))) == 3, 60)
+    assert process.communicate(timeout=60)[0].endswith("paceline: interrupted by SIGINT, all ranks have ended\n")
     assert process.returncode == 130
 
 

@@ -162,6 +162,16 @@ def test_what_a_shell_prints_before_the_agent_speaks_is_passed_over():
     assert (line.has_greeted, line.exit_code) == (True, 0)
 
 
+def test_what_is_printed_between_messages_ends_the_line_since_it_may_have_torn_one():
+    line, heard = line_to("""if True:
+        import os, time
+        os.write(1, b'{"event": "hello"}\\nlate banner\\n{"event": "say"}\\n')
+        time.sleep(600)
+    """)
+    assert heard == [{"event": "hello"}, "ended"]
+    assert line.said == "'late banner' was printed into it, where only paceline may; have that printed on stderr"
+
+
 def test_a_line_without_an_agent_tells_what_was_said_and_the_exit_code():
     line, heard = line_to("import sys; print('welcome'); sys.exit('no route')")
     assert (heard, line.has_greeted, line.exit_code, line.said) == (["ended"], False, 1, "no route")

@@ -170,6 +170,8 @@ def test_output_that_is_not_read_holds_the_ranks_up_and_is_not_lost(tmp_path):
         (["--hosts", "a", "-g", "4"], "-g 4 says what --hosts or --hostfile finds out by itself"),
         (["--hosts", "a:2", "-n", "4"], "-n 4 is for hosts of which no number is said, but all have one"),
         (["--hosts", "a", "--hostfile", "f"], "--hosts and --hostfile both name the hosts; leave one of them out"),
+        (["--hosts", ""], "--hosts : expected HOST, HOST:RANKS, USER@HOST:RANKS or [IPV6]:RANKS, but got ''"),
+        (["--hostfile", ""], "the hostfile  cannot be read: No such file or directory"),
         (["--export", "A=1"], "--export is for hosts that are reached over ssh; name them with --hosts"),
         (["--workdir", "/"], "--workdir is for hosts that are reached over ssh; name them with --hosts"),
         (["--hosts", "a", "--signals-to-handle", "SIGX"], "'SIGX' in --signals-to-handle is no signal"),
@@ -189,6 +191,18 @@ def test_an_ssh_that_cannot_be_started_is_an_error():
     ran = paceline_run("--hosts", "elsewhere", "train.py", env={"PACELINE_SSH": "/absent/ssh -v"})
     message = "/absent/ssh cannot be started: No such file or directory; install it, or name another in PACELINE_SSH"
     assert (ran.returncode, ran.stderr) == (2, f"paceline: {message}\n")
+
+
+def test_an_interrupt_while_a_host_does_not_answer_leaves_nothing_of_an_ssh_that_is_a_script(tmp_path):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\nsh -c 'sleep 600; : {tmp_path}' &\ntouch {tmp_path}/asked\nwait\n")
+    ssh.chmod(0o755)
+    process = start([*PACELINE, "run", "--hosts", "b", "train.py"], env={"PACELINE_SSH": str(ssh)})
+    wait_until((tmp_path / "asked").exists)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "paceline: interrupted by SIGINT, nothing was started\n")
+    wait_until(lambda: not processes_with(str(tmp_path)))
 
 
 def test_an_interrupt_while_a_host_does_not_answer_starts_nothing(tmp_path):

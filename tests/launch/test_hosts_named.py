@@ -91,9 +91,11 @@ def test_the_users_own_options_of_ssh_come_first_and_so_win():
     assert ssh_command(HostSpec("b"), ["true"], {})[0] == "ssh"
 
 
-def test_options_of_ssh_that_no_shell_could_read_are_an_error():
+def test_an_ssh_that_no_shell_could_start_is_an_error():
     with pytest.raises(LaunchError, match='PACELINE_SSH="ssh \'" cannot be read as a shell reads it'):
         ssh_command(HostSpec("b"), ["true"], {"PACELINE_SSH": "ssh '"})
+    with pytest.raises(LaunchError, match="begins with an option; expected a program first, as in 'ssh -p 2222'"):
+        ssh_command(HostSpec("b"), ["true"], {"PACELINE_SSH": "-p 2222"})
 
 
 def echo(tmp_path):
@@ -133,6 +135,14 @@ def test_the_current_folder_is_spelled_as_the_user_came_to_it(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path / "link")
     assert current_folder({"PWD": f"{tmp_path}/link"}) == f"{tmp_path}/link"
     assert current_folder({"PWD": str(tmp_path)}) == current_folder({}) == os.path.realpath(tmp_path / "real")
+
+
+def test_a_current_folder_that_was_removed_is_an_error(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(LaunchError, match=r"^this folder has been removed; change to another, or name one with --wo"):
+        current_folder({"PWD": f"{tmp_path}/gone"})
 
 
 def test_hosts_get_the_variables_of_libraries_and_those_that_are_asked_for():

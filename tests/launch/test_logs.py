@@ -5,7 +5,9 @@ import os
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
+from paceline.launch.loop import Loop
+from paceline.launch.output.forwarding import Channel, Forwarder
+from paceline.launch.output.logs import LogFile, LogSpec, parse_filters, parse_ranks, parse_streams
 from support.commands import paceline_run, write_script
 
 BOTH = frozenset({"stdout", "stderr"})
@@ -106,3 +108,16 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith(f"paceline: the log {tmp_path}/file/")
     assert ran.stderr.endswith("cannot be written: Not a directory; choose another --log-dir\n")
+
+
+def test_a_last_line_that_cannot_be_kept_is_told():
+    loop, told = Loop(), []
+    reader, writer = os.pipe()
+    forwarder = Forwarder(loop, [], lambda: None, lambda error: told.append(error.strerror))
+    forwarder.attach(Channel(reader, 0, None, LogFile(None, "/dev/full", ["word"], b"[0]: ")))
+    os.write(writer, b"a word, and no end of the line")
+    os.close(writer)
+    while not forwarder.is_drained:
+        loop.turn()
+    loop.close()
+    assert told == ["No space left on device"]

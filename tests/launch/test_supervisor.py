@@ -207,6 +207,32 @@ def test_a_second_ctrl_c_kills_at_once(tmp_path):
     assert gone(tmp_path)
 
 
+@pytest.mark.parametrize("hosts", [["-n", "2"], ["--hosts", "localhost:2"]])
+def test_ctrl_c_while_others_are_waited_for_still_tells_what_failed(tmp_path, hosts):
+    script = ready_script(
+        tmp_path,
+        """
+        if rank == 0:
+            wait_for(1)
+            raise ValueError("the reason")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        ready()
+        while True:
+            time.sleep(60)
+        """,
+    )
+    process = start([*PACELINE, "run", *hosts, "--grace", "inf", script])
+    while "waiting for rank 1 to end" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    *told, failure, last = err.splitlines()
+    assert any("rank 0" in line and "failed first, exit code 1" in line for line in told)
+    assert (failure, last) == ("ValueError: the reason", "paceline: interrupted by SIGINT, all ranks have ended")
+    assert gone(tmp_path)
+
+
 def test_ctrl_c_before_the_ranks_start_ends_the_launch(tmp_path):
     process = start([*PACELINE, "run", "-n", "2", ready_script(tmp_path, "ready(); time.sleep(60)")])
     wait_until(lambda: len(processes_with(str(tmp_path))) == 2)  # the launcher and its server, which imports torch

@@ -67,14 +67,14 @@ def job_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> Job 
     Raises:
         LaunchError: values that cannot be, or that contradict one another.
     """
-    if not given["hosts"] and not given["hostfile"]:
+    if given["hosts"] is None and given["hostfile"] is None:
         for option in ("export", "python", "workdir"):
             if given["exports" if option == "export" else option]:
                 raise LaunchError(f"--{option} is for hosts that are reached over ssh; name them with --hosts")
         return None
-    if given["hosts"] and given["hostfile"]:
+    if given["hosts"] is not None and given["hostfile"] is not None:
         raise LaunchError("--hosts and --hostfile both name the hosts; leave one of them out")
-    hosts = parse_hosts(given["hosts"]) if given["hosts"] else read_hostfile(given["hostfile"])
+    hosts = read_hostfile(given["hostfile"]) if given["hosts"] is None else parse_hosts(given["hosts"])
     _check_beside_hosts(given, hosts)
     check_signals(_signals_of(given))
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]

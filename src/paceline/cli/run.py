@@ -88,8 +88,8 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
 @click.option("--logs-specs", "--logs_specs", hidden=True)
 @click.option("--use-env", "--use_env", is_flag=True, hidden=True)  # scripts are asked what they declare
 @click.option("--report", "report_path", default="", metavar="FILE", help="Write the verdict there, as JSON.")
-@click.option("--hosts", default="", metavar="HOST[:N],...", help="Run on these hosts, over ssh, N ranks on each.")
-@click.option("--hostfile", default="", metavar="FILE", help="The hosts, one a line, as DeepSpeed and MPI write them.")
+@click.option("--hosts", metavar="HOST[:N],...", help="Run on these hosts, over ssh, N ranks on each.")
+@click.option("--hostfile", metavar="FILE", help="The hosts, one a line, as DeepSpeed and MPI write them.")
 @click.option("--export", "exports", multiple=True, metavar="NAME[=VALUE]", help="A variable that the hosts get, too.")
 @click.option("--python", default="", metavar="PATH", help="The hosts' interpreter. [default: this one]")
 @click.option("--workdir", default="", metavar="DIR", help="The hosts' folder. [default: this one]")

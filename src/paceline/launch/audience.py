@@ -101,12 +101,16 @@ class Terminal:
 
 
 def say(outlets: Sequence[Outlet], text: str, *, in_color: bool = False) -> None:
-    """Print something of the launcher's own on stderr, below what ranks have said."""
+    """Print something of the launcher's own on stderr, below what ranks have said: where that waits, after it."""
     outlet = said_to(outlets)
     if in_color and outlet.is_terminal and not os.environ.get("NO_COLOR"):
         text = in_red(text)
+    data = outlet.interleaver.close_line() + text.encode(errors="backslashreplace")
+    if not outlet.is_empty:  # its reader stands still, perhaps, which must not hold the launcher up
+        outlet.put(data)
+        return
     with contextlib.suppress(OSError):  # nobody reads it
-        write_all(outlet.fd, outlet.interleaver.close_line() + text.encode(errors="backslashreplace"))
+        write_all(outlet.fd, data)
 
 
 def leave_line_of_keys(outlets: Sequence[Outlet]) -> None:

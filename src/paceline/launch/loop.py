@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+_LONGEST_S = 86400.0  # that the kernel is asked to wait at once: it counts milliseconds in 31 bits
 
 
 class Loop:
@@ -32,8 +33,8 @@ class Loop:
         heapq.heappush(self._moments, (time.monotonic() + delay_s, next(self._order), callback))
 
     def turn(self) -> None:
-        """Wait for what comes first, and serve it."""
-        wait_s = max(0.0, self._moments[0][0] - time.monotonic()) if self._moments else None
+        """Wait for what comes first, and serve it; a wait of days may end with nothing to serve."""
+        wait_s = min(_LONGEST_S, max(0.0, self._moments[0][0] - time.monotonic())) if self._moments else None
         for key, _ in self._selector.select(wait_s):
             if self.is_watched(key.fd):  # an earlier callback of this turn may have closed it
                 key.data()

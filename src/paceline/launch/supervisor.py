@@ -37,10 +37,11 @@ from paceline.launch.hangs.telling import Whereabouts
 from paceline.launch.hosts.layout import Layout
 from paceline.launch.life import Life
 from paceline.launch.loop import READ, Loop
+from paceline.launch.output.display import LAST_WORDS_S
 from paceline.launch.output.forwarding import Forwarder
 from paceline.launch.output.interleaving import Speakers
 from paceline.launch.output.logs import Logs
-from paceline.launch.output.plumbing import open_standard_streams
+from paceline.launch.output.plumbing import open_standard_streams, why_unwritable
 from paceline.launch.server.client import ForkServer
 from paceline.launch.spec import LaunchSpec
 from paceline.launch.wire import Message
@@ -81,6 +82,7 @@ class _Supervisor:
         self._restarts_left = spec.max_restarts
         self._verdict: int | None = None
         self._ending_signal: signal.Signals | None = None
+        self._had_failed = False  # ranks were being stopped already when it came
         self._is_hurried = False  # output that nobody reads is given up
         self._output_closed = False
         self._is_server_gone = False
@@ -105,6 +107,7 @@ class _Supervisor:
                 if self._life is not None and self._is_over(self._life):
                     self._end_life(self._life)
             self._rendezvous.settle()
+            self._forwarder.display.flush(LAST_WORDS_S)
             return self._verdict
         except BaseException:
             self._server.kill()
@@ -266,7 +269,10 @@ class _Supervisor:
     # -- output and signals --------------------------------------------------------------------------------------
 
     def _on_output_closed(self) -> None:
-        self._output_closed = True
+        if why := why_unwritable(self._outlets):
+            self._broken = self._broken or why
+        else:
+            self._output_closed = True
         self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def _on_file_error(self, error: OSError) -> None:
@@ -275,8 +281,8 @@ class _Supervisor:
 
     def on_abandoned(self) -> None:
         """Nobody is left who would hear how it ends."""
-        self._is_hurried = True
-        self._on_output_closed()
+        self._is_hurried = self._output_closed = True
+        self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def on_signals(self, signums: bytes) -> None:
         for signum in map(signal.Signals, signums):
@@ -297,6 +303,8 @@ class _Supervisor:
         if signum in (signal.SIGINT, signal.SIGQUIT):
             self._audience.on_keys()
         is_stopping = self._ending_signal is not None or (self._life is not None and self._life.is_stopping)
+        if self._ending_signal is None:
+            self._had_failed = is_stopping
         if is_stopping and signum == signal.SIGINT:  # the second Ctrl-C: no more patience
             self._is_hurried = True
             self._ending_signal = self._ending_signal or signum
@@ -368,6 +376,8 @@ class _Supervisor:
             reports = {} if life is None else life.reports
             first_rank = 0 if life is None else life.layout.first_rank
             self._audience.say(describe_interrupt({first_rank + rank: report for rank, report in reports.items()}))
+            if self._had_failed and life is not None:
+                self._tell_failure(life)
             self._audience.sum_up(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
             self._verdict = 128 + self._ending_signal
         elif self._output_closed:

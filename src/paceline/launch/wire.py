@@ -20,6 +20,18 @@ def encode(message: Message) -> bytes:
     return json.dumps(message).encode("ascii") + b"\n"
 
 
+def decode(line: bytes) -> Message:
+    """The message in a line.
+
+    Raises:
+        ValueError: it is none.
+    """
+    message = json.loads(line)
+    if not isinstance(message, dict):
+        raise ValueError(f"expected a JSON object, but got {line[:80]!r}")
+    return message
+
+
 def write_all(fd: int, data: bytes) -> None:
     """Write every byte of ``data``; ``os.write`` may take only a part."""
     view = memoryview(data)
@@ -46,8 +58,12 @@ class Decoder:
 
     def feed(self, data: bytes) -> list[Message]:
         """The messages that ``data`` completes, in order."""
+        return [decode(line) for line in self.split(data)]
+
+    def split(self, data: bytes) -> list[bytes]:
+        """The lines that ``data`` completes, whatever is in them."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        return lines
 
 
 class Receiver:

@@ -27,9 +27,9 @@ from paceline.launch.dispositions import ENDING, FORWARDED, OF_TERMINAL, signals
 from paceline.launch.failure import describe_layout
 from paceline.launch.hosts.layout import LOOPBACK, Layout, place_among
 from paceline.launch.loop import READ, Loop
-from paceline.launch.output.display import Display
+from paceline.launch.output.display import LAST_WORDS_S, Display
 from paceline.launch.output.interleaving import Speakers
-from paceline.launch.output.plumbing import open_outlets, open_standard_streams
+from paceline.launch.output.plumbing import open_outlets, open_standard_streams, why_unwritable
 from paceline.launch.wire import Message
 
 _PATIENCE_S = 5.0  # for hosts to answer, before it is said that they are waited for
@@ -92,6 +92,7 @@ class _Conductor:
         self._has_told_to_end = False
         self._num_restarts = 0
         self._ending_signal: signal.Signals | None = None
+        self._had_failed = False  # ranks were being stopped already when it came
         self._output_closed = False
         self._is_hurried = False
         self._has_given_up = False
@@ -104,7 +105,9 @@ class _Conductor:
             self._await_until(lambda: self._is_over)
             self._await_until(lambda: self._display.is_flushed or self._is_hurried)
             self._hang_up()
-            return self._conclude()
+            status = self._conclude()
+            self._display.flush(LAST_WORDS_S)
+            return status
         except _UnwantedError:
             return self._conclude_early()
         finally:
@@ -282,6 +285,8 @@ class _Conductor:
         if signum in (signal.SIGINT, signal.SIGQUIT):
             leave_line_of_keys(self._outlets)
         is_stopping = self._ending_signal is not None or self._cause is not None
+        if self._ending_signal is None:
+            self._had_failed = is_stopping
         if self._ending_signal is None or signum == signal.SIGINT:
             self._tell_all({"do": "signal", "name": signum.name})
         if is_stopping and signum == signal.SIGINT and not self._is_hurried:  # the second Ctrl-C: no more patience
@@ -320,9 +325,13 @@ class _Conductor:
             gone = [line.host.name for line in self._lines if line.node_rank not in self._over]
             if gone:
                 self._say(f"paceline: {', '.join(gone)} could not be heard any more; what runs there ends by itself\n")
+            if self._had_failed:
+                self._say(self._describe(), in_color=True)
             self._say(f"paceline: interrupted by {self._ending_signal.name}, all ranks have ended\n")
             status = 128 + self._ending_signal
         elif self._output_closed:
+            if why := why_unwritable(self._outlets):
+                raise LaunchError(why)
             status = 128 + signal.SIGPIPE
         elif self._cause is None:
             status = max(int(over["exit_status"]) for over in self._over.values())

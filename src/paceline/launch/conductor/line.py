@@ -5,16 +5,18 @@ The invariant: saying something never waits, and an agent whose line is closed e
 
 import contextlib
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Sequence
 
 from paceline.launch.conductor.hostfile import HostSpec
 from paceline.launch.loop import READ, WRITE, Loop
-from paceline.launch.wire import Decoder, Message, encode
+from paceline.launch.wire import Decoder, Message, decode, encode
 
 _READ_BYTES = 1 << 16
 _KEPT_CHARACTERS = 2000  # of what ssh, or a host's shell, says before the agent does
 _HELLO = b'{"event": "hello"'
+_SHOWN_BYTES = 200  # of what was printed where only messages may be
 _END_S = 5.0  # for ssh to end once the agent has
 
 
@@ -106,7 +108,7 @@ class Line:
         """End ssh, if it has not ended by itself."""
         self.close()
         if self.is_open:
-            self._process.kill()
+            self._kill()
             self._ended()
         for stream in (self._stdout, self._errors):
             if not stream.closed:
@@ -134,8 +136,20 @@ class Line:
             return
         if not self.has_greeted:
             data = self._await_hello(data)
-        for message in self._decoder.feed(data) if data else ():
+        for line in self._decoder.split(data) if data else ():
+            try:
+                message = decode(line)
+            except ValueError:
+                self._spoiled(line)
+                return
             self._on_message(self, message)
+
+    def _spoiled(self, line: bytes) -> None:
+        """Others have printed between the messages, and may have torn one: there may be a wait for it without end."""
+        self.end()
+        text = line[:_SHOWN_BYTES].decode(errors="replace").strip()
+        self.said = f"{text!r} was printed into it, where only paceline may; have that printed on stderr"
+        self._on_end(self)
 
     def _await_hello(self, data: bytes) -> bytes:
         """What follows upon what a shell's start-up files may have printed."""
@@ -159,13 +173,18 @@ class Line:
             if self.has_greeted and line.strip():
                 self._on_stderr(self, line)
 
+    def _kill(self) -> None:
+        """Kill ssh, and what a script in its place has started. It is not reaped yet, so the group is still its own."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def _ended(self) -> None:
         self.is_open = False
         self._loop.unwatch(self._stdout.fileno())
         try:
             self.exit_code = self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._kill()
             self.exit_code = self._process.wait()
         with contextlib.suppress(BlockingIOError):
             while self._loop.is_watched(self._errors.fileno()):

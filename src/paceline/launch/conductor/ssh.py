@@ -55,7 +55,7 @@ def ssh_command(host: HostSpec, command: Sequence[str], environ: Mapping[str, st
     Args:
         environ: PACELINE_SSH there is ssh and options of the user's own, as a shell reads them.
     Raises:
-        LaunchError: PACELINE_SSH cannot be read.
+        LaunchError: PACELINE_SSH cannot be read, or does not begin with a program.
     """
     options = [word for option in _OPTIONS for word in ("-o", option)]
     return [*own_ssh(environ), *options, "-T", host.target, shlex.join(command)]
@@ -65,13 +65,16 @@ def own_ssh(environ: Mapping[str, str]) -> list[str]:
     """The user's own ssh.
 
     Raises:
-        LaunchError: PACELINE_SSH cannot be read.
+        LaunchError: PACELINE_SSH cannot be read, or does not begin with a program.
     """
+    text = environ.get("PACELINE_SSH", "")
     try:
-        return shlex.split(environ.get("PACELINE_SSH", "")) or ["ssh"]
+        words = shlex.split(text) or ["ssh"]
     except ValueError as error:
-        text = environ["PACELINE_SSH"]
         raise LaunchError(f"PACELINE_SSH={text!r} cannot be read as a shell reads it: {error}") from None
+    if words[0].startswith("-"):
+        raise LaunchError(f"PACELINE_SSH={text!r} begins with an option; expected a program first, as in 'ssh {text}'")
+    return words
 
 
 def is_this_machine(host: HostSpec, own_addresses: Sequence[str]) -> bool:
@@ -82,10 +85,17 @@ def is_this_machine(host: HostSpec, own_addresses: Sequence[str]) -> bool:
 
 
 def current_folder(environ: Mapping[str, str]) -> str:
-    """This folder as the user came to it: on another host a link may lead elsewhere."""
+    """This folder as the user came to it: on another host a link may lead elsewhere.
+
+    Raises:
+        LaunchError: it has been removed.
+    """
     logical = environ.get("PWD", "")
-    is_here = os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, ".")
-    return logical if is_here else os.getcwd()
+    try:
+        is_here = os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, ".")
+        return logical if is_here else os.getcwd()
+    except FileNotFoundError:
+        raise LaunchError("this folder has been removed; change to another, or name one with --workdir") from None
 
 
 def _as_path(folder: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from paceline.launch.loop import WRITE, Loop
 from paceline.launch.output.plumbing import Outlet, is_selectable
 
+LAST_WORDS_S = 1.0  # for what waits when the launcher ends in a hurry, if somebody reads it
 _LINE_S = 0.05  # for the end of a line that was begun; python writes a line in pieces under PYTHONUNBUFFERED
 
 
@@ -39,6 +40,13 @@ class Display:
     def is_flushed(self) -> bool:
         """Whether all that was said is written."""
         return all(outlet.is_empty for outlet in self._outlets)
+
+    def flush(self, timeout_s: float) -> None:
+        """Have all that was said written, as far as it is read in that time. From outside of the loop."""
+        is_late: list[bool] = []
+        self._loop.call_later(timeout_s, lambda: is_late.append(True))
+        while not self.is_flushed and not is_late:
+            self._loop.turn()
 
     def show(self, outlet: Outlet, rank: int, data: bytes) -> None:
         """``rank`` has said ``data``."""

@@ -100,13 +100,13 @@ class Forwarder:
             return
         self._last_read_s[fd] = time.monotonic()
         if channel.file is not None:
-            self._keep(channel.file, data)
+            self._keep(lambda file: file.write(data), channel.file)
         if channel.outlet is not None:
             self.display.show(channel.outlet, channel.rank, data)
 
-    def _keep(self, file: LogFile, data: bytes) -> None:
+    def _keep(self, act: Callable[[LogFile], None], file: LogFile) -> None:
         try:
-            file.write(data)
+            act(file)
         except OSError as error:
             self._on_file_error(error)
 
@@ -127,7 +127,7 @@ class Forwarder:
         self._loop.unwatch(fd)
         os.close(fd)
         if channel.file is not None:
-            channel.file.close()
+            self._keep(LogFile.close, channel.file)
         if channel.outlet is not None:
             self.display.finish(channel.outlet, channel.rank)
 

@@ -125,12 +125,15 @@ class LogFile:
                     write_all(self._filtered_fd, self._mark + line + b"\n")
 
     def close(self) -> None:
-        if self._rest and any(word in self._rest for word in self._words):
-            write_all(self._filtered_fd, self._mark + self._rest + b"\n")
-        for fd in (self.fd, self._filtered_fd):
-            if fd >= 0:
-                os.close(fd)
-        self.fd = self._filtered_fd = -1
+        """Raises OSError: a last line could not be written."""
+        try:
+            if self._rest and any(word in self._rest for word in self._words):
+                write_all(self._filtered_fd, self._mark + self._rest + b"\n")
+        finally:
+            for fd in (self.fd, self._filtered_fd):
+                if fd >= 0:
+                    os.close(fd)
+            self.fd = self._filtered_fd = -1
 
 
 class Logs:

@@ -4,6 +4,7 @@ An outlet never blocks the launcher: a reader that stands still (a pager) holds 
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import pty
@@ -12,6 +13,7 @@ import stat
 import struct
 import termios
 import tty
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.launch.output.interleaving import Interleaver, Interleaving, Speakers
@@ -19,6 +21,7 @@ from paceline.launch.output.interleaving import Interleaver, Interleaving, Speak
 # A pipe or terminal that select finds writable takes this many bytes without blocking.
 _SAFE_WRITE_BYTES = select.PIPE_BUF
 _FULL_BYTES = 1 << 20
+_READER_HAS_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EIO)  # the last is a terminal's
 
 
 @dataclass(eq=False)
@@ -27,6 +30,7 @@ class Outlet:
 
     Attributes:
         waiting: what is not written yet; shared with other outlets that write to the same descriptor.
+        why_broken: where it is not that the reader has gone: the disk is full, say.
     """
 
     fd: int
@@ -34,6 +38,7 @@ class Outlet:
     interleaver: Interleaving
     is_broken: bool = False
     waiting: bytearray = field(default_factory=bytearray)
+    why_broken: str = ""
 
     @property
     def is_terminal(self) -> bool:
@@ -57,8 +62,9 @@ class Outlet:
             written = os.write(self.fd, self.waiting[:most])
         except BlockingIOError:
             return
-        except OSError:
+        except OSError as error:
             self.is_broken = True
+            self.why_broken = "" if error.errno in _READER_HAS_GONE else os.strerror(error.errno or 0)
             self.waiting.clear()
             return
         del self.waiting[:written]
@@ -85,6 +91,12 @@ def open_outlets(speakers: Speakers, *, apart: bool) -> list[Outlet]:
     same = not apart and (one.st_dev, one.st_ino, one.st_rdev) == (two.st_dev, two.st_ino, two.st_rdev)
     parts = [(1, ("stdout", "stderr"))] if same else [(1, ("stdout",)), (2, ("stderr",))]
     return [Outlet(fd, streams, Interleaver(speakers, os.isatty(fd))) for fd, streams in parts]
+
+
+def why_unwritable(outlets: Sequence[Outlet]) -> str:
+    """As a sentence, why what ranks say can be written no more; empty where nobody would read it anyway."""
+    why = next((outlet.why_broken for outlet in outlets if outlet.why_broken), "")
+    return f"what the ranks say cannot be written any more: {why}; the ranks were stopped" if why else ""
 
 
 def open_standard_streams() -> None:
