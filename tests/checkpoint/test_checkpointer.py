@@ -81,6 +81,12 @@ def test_a_run_goes_on_from_the_newest_good_checkpoint_and_puts_damaged_ones_asi
     assert sorted(os.listdir(tmp_path))[2] == "step-0000000006.pt.damaged"
 
 
+def test_what_a_run_that_was_killed_had_begun_to_write_is_removed(tmp_path):
+    (tmp_path / ".step-0000000006.pt.0123456789abcdef.draft").touch()
+    paceline.Checkpointer(tmp_path, every=1, number=Number())
+    assert os.listdir(tmp_path) == []
+
+
 def test_where_none_is_good_the_run_does_not_start_anew_unasked(tmp_path):
     (tmp_path / retention.name_of(3)).write_bytes(b"PK")
     checkpoints = paceline.Checkpointer(tmp_path, every=1, number=Number())
@@ -298,6 +304,8 @@ def train(world, folder, die_at=None, precision=None):
                     loss.backward()
                 optimizer.step()
                 if checkpoints.num_steps + 1 == die_at:
+                    if first == 0 and world.rank == 0:  # later runs may die while they write
+                        checkpoints._writer.wait()
                     os.kill(os.getpid(), signal.SIGKILL)
                 checkpoints.step()
                 if checkpoints.num_steps == 20:

@@ -18,6 +18,8 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+_DRAFT = ".draft"
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -72,9 +74,9 @@ def make_durable(folder: str) -> None:
         os.close(fd)
 
 
-def remove_abandoned(folder: str, name: str) -> None:
-    """Remove drafts of the file ``name`` whose writers have died. See [Note: drafts of the dead]."""
-    start, end = _around_token(name)
+def remove_abandoned(folder: str, name: str | None = None) -> None:
+    """Remove drafts whose writers have died, of one file or of all. See [Note: drafts of the dead]."""
+    start, end = (".", _DRAFT) if name is None else _around_token(name)
     with os.scandir(folder) as entries:
         drafts = [entry.path for entry in entries if entry.name.startswith(start) and entry.name.endswith(end)]
     for path in drafts:
@@ -100,4 +102,4 @@ def _begin(folder: str, name: str) -> Draft:
 
 
 def _around_token(name: str) -> tuple[str, str]:
-    return f".{name}.", ".draft"
+    return f".{name}.", _DRAFT

@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline import world
 from paceline.checkpoint import files, retention, rng, shards
+from paceline.checkpoint.atomic import remove_abandoned
 from paceline.checkpoint.packing import pack
 from paceline.checkpoint.prefixes import fitted, plainly_named
 from paceline.checkpoint.ranks import on_first, ranks_of
@@ -216,6 +217,7 @@ class Checkpointer:
     def _make_directory(self) -> None:
         try:
             os.makedirs(self.directory, exist_ok=True)
+            remove_abandoned(self.directory)  # of a run that was killed
         except OSError as error:
             raise CheckpointError(f"the folder {self.directory} for checkpoints could not be made: {error}") from error
 
