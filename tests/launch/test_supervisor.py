@@ -8,7 +8,16 @@ import sys
 
 import pytest
 
-from support.commands import PACELINE, paceline_run, processes_with, run_command, start, wait_until, write_script
+from support.commands import (
+    PACELINE,
+    in_the_end,
+    paceline_run,
+    processes_with,
+    run_command,
+    start,
+    wait_until,
+    write_script,
+)
 
 # Each rank touches a file when it has come this far; the tests wait for these rather than for time to pass.
 READY = """
@@ -101,7 +110,7 @@ def test_a_killed_rank_comes_before_the_exceptions_that_it_caused(tmp_path):
     )
     ran = paceline_run("-n", "2", script)
     assert ran.returncode == 137
-    collateral, first = ran.stderr.splitlines()
+    collateral, first = in_the_end(ran.stderr).splitlines()
     assert collateral == "paceline: rank 0 failed too (collateral), exit code 1: ConnectionError: the peer went away"
     assert first.startswith("paceline: rank 1 failed first, killed by SIGKILL")
 
@@ -179,7 +188,7 @@ def test_ctrl_c_interrupts_every_rank_without_tracebacks(tmp_path):
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130
     assert sorted(line[-12:] for line in out.splitlines()) == ["cleaned up 0", "cleaned up 1"]
-    *places, last = err.splitlines()
+    *places, last = in_the_end(err).splitlines()
     assert [re.sub(r"\d+, in", "N, in", place) for place in places] == [
         f"paceline: rank {rank} was at script.py:N, in <module>" for rank in range(2)
     ]
@@ -238,7 +247,7 @@ def test_ctrl_c_before_the_ranks_start_ends_the_launch(tmp_path):
     wait_until(lambda: len(processes_with(str(tmp_path))) == 2)  # the launcher and its server, which imports torch
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
-    assert (process.returncode, err) == (130, "paceline: interrupted by SIGINT, all ranks have ended\n")
+    assert (process.returncode, in_the_end(err)) == (130, "paceline: interrupted by SIGINT, all ranks have ended\n")
     assert gone(tmp_path)
 
 
@@ -260,7 +269,7 @@ def test_sigterm_and_sighup_let_the_ranks_save(tmp_path, signum, status):
     process.send_signal(signum)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out) == (status, "saved\n")
-    assert err == f"paceline: interrupted by {signum.name}, all ranks have ended\n"
+    assert in_the_end(err) == f"paceline: interrupted by {signum.name}, all ranks have ended\n"
 
 
 def test_sigusr1_and_sigusr2_are_passed_on_and_the_launcher_lives(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,11 @@ def run_command(
 def paceline_run(*arguments: str, **options: Any) -> "subprocess.CompletedProcess[str]":
     """``paceline run ARGUMENTS``, to its end."""
     return run_command([*PACELINE, "run", *arguments], **options)
+
+
+def in_the_end(stderr: str) -> str:
+    """What a launcher has said, less what it says on a slow machine while it waits for ranks to end."""
+    return re.sub(r"(?m)^(paceline: a rank failed, .*\n)?paceline: waiting for .*\n", "", stderr)
 
 
 def wait_until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
