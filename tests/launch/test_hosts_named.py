@@ -156,11 +156,13 @@ def test_hosts_get_the_variables_of_libraries_and_those_that_are_asked_for():
         "PACELINE_SSH": "ssh",
         "PATH": "/bin",
         "DATA": "/data",
+        "HF_TOKEN": "hf_1",
+        "WANDB_API_KEY": "w",
     }
     kept = {name: environ[name] for name in ("NCCL_DEBUG", "PYTHONPATH", "OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING")}
     assert exported(environ, []) == kept
-    asked = ["DATA", "SEED=1=2", "OMP_NUM_THREADS=", "CUDA_VISIBLE_DEVICES"]
-    told = {"DATA": "/data", "SEED": "1=2", "OMP_NUM_THREADS": "", "CUDA_VISIBLE_DEVICES": "0"}
+    asked = ["DATA", "SEED=1=2", "OMP_NUM_THREADS=", "CUDA_VISIBLE_DEVICES", "HF_TOKEN"]
+    told = {"HF_TOKEN": "hf_1", "DATA": "/data", "SEED": "1=2", "OMP_NUM_THREADS": "", "CUDA_VISIBLE_DEVICES": "0"}
     assert exported(environ, asked) == {**kept, **told}
     assert of_interpreter(kept) == {"PYTHONPATH": "src"}
 

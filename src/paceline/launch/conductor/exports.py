@@ -9,6 +9,7 @@ from paceline.errors import LaunchError
 
 _FORWARDED = ("NCCL_", "GLOO_", "UCX_", "TORCH_", "PACELINE_", "PYTHON", "OMP_", "MKL_", "CUDA_", "HF_", "WANDB_")
 _KEPT = {"PACELINE_LAUNCHER", "PACELINE_SSH", "CUDA_VISIBLE_DEVICES"}
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # at the end of a name: HF_TOKEN, WANDB_API_KEY
 
 
 def exported(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]:
@@ -19,7 +20,11 @@ def exported(environ: Mapping[str, str], asked: Sequence[str]) -> dict[str, str]
     Raises:
         LaunchError: a NAME is not set here, or is none.
     """
-    chosen = {name: value for name, value in environ.items() if name.startswith(_FORWARDED) and name not in _KEPT}
+    chosen = {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_FORWARDED) and not name.endswith(_SECRETS) and name not in _KEPT
+    }
     for text in asked:
         name, equals, value = text.partition("=")
         if not name:
