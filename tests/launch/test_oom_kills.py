@@ -142,7 +142,12 @@ def memory_limit(limit_bytes: int):
 @pytest.mark.skipif(sys.platform != "linux", reason="cgroups are Linux's")
 def test_a_rank_that_outgrows_a_real_limit_is_told_to_have_run_out_of_memory(tmp_path):
     report = tmp_path / "report.json"
-    grow = "import os; block = b'x' * (256 << 20) if os.environ['RANK'] == '1' else os.read(0, 1)"
+    grow = (
+        "import os\n"
+        "if os.environ['RANK'] == '0': os.read(0, 1)\n"
+        "open('/proc/self/oom_score_adj', 'w').write('1000')\n"  # not its launcher, which is in that cgroup too
+        "b'x' * (256 << 20)\n"
+    )
     with memory_limit(128 << 20) as procs:
         launcher = [*PACELINE, "run", "-n", "2", "--report", str(report), "--no-python", sys.executable, "-c", grow]
         entered = ["sh", "-c", f'echo $$ > {procs} && exec "$@"', "sh", *launcher]

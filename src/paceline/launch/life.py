@@ -28,6 +28,7 @@ class Life:
 
     Attributes:
         stop_at_s: when the launcher asked the ranks to stop; infinite before.
+        explained_by_s: until when another host may tell what made ranks here fail.
         reports: what ranks have told, by local rank.
         pages: on which they tell what they wait for, by local rank.
         is_open: it has not been closed.
@@ -36,6 +37,7 @@ class Life:
     def __init__(self, layout: Layout, loop: Loop, forwarder: Forwarder, on_failure: Callable[[], None]) -> None:
         self.layout = layout
         self.stop_at_s = math.inf
+        self.explained_by_s = -math.inf
         self.reports: dict[int, Report] = {}
         self.pages: dict[int, Page] = {}
         self.is_open = True

@@ -164,7 +164,8 @@ class _Supervisor:
             self._stop(signal.SIGTERM, signal.SIGKILL)
 
     def _is_over(self, life: Life) -> bool:
-        if not life.has_ended:
+        may_be_explained = self._peer_failure is None and self._ending_signal is None
+        if not life.has_ended or (may_be_explained and time.monotonic() < life.explained_by_s):
             return False
         return self._is_hurried or (self._forwarder.is_drained and self._forwarder.is_flushed)
 
@@ -251,9 +252,11 @@ class _Supervisor:
         life = self._life
         assert life is not None
         first = first_failure(life.endings_so_far())
-        is_wordless = first is not None and first.report is None
-        # Of several hosts, that of a rank that died speaks first: it explains what others have merely raised.
-        self._loop.call_later(0.0 if is_wordless else _CLAIM_S, lambda: self._claim_failure(life))
+        has_raised = first is not None and first.report is not None and first.report.kind == "raised"
+        # Of several hosts, that of a rank that died or has left speaks first: it explains what others have raised.
+        delay_s = _CLAIM_S if has_raised and not self._spec.nodes.is_alone else 0.0
+        life.explained_by_s = time.monotonic() + delay_s
+        self._loop.call_later(delay_s, lambda: self._claim_failure(life))
         self._loop.call_later(SETTLE_S, lambda: self._stop(signal.SIGTERM, signal.SIGKILL, life=life))
 
     def _claim_failure(self, life: Life) -> None:
