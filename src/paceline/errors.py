@@ -22,7 +22,8 @@
     │   └── CheckpointMissingError RuntimeError there is no such file (a FileNotFoundError too)
     ├── LaunchError               RuntimeError  the ranks could not be started
     ├── ObserverError             RuntimeError  an observer raised; the round that it observed has ended all the same
-    └── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
+    ├── TimelineError             ValueError    events or traces were to be kept or merged in a way that cannot be
+    └── BenchError                ValueError    a bench was asked for that cannot be run, or a file holds none
 
 Each also subclasses the built-in error that torch raises in the same place, so ``except RuntimeError`` in an old
 script still catches it. A message says what was expected, what came, on which rank, and what to do next.
@@ -119,3 +120,7 @@ class ObserverError(PacelineError, RuntimeError):
 
 class TimelineError(PacelineError, ValueError):
     """A timeline or a trace was to be kept or merged in a way that cannot be."""
+
+
+class BenchError(PacelineError, ValueError):
+    """A bench was asked for that cannot be run, or what it is to measure is no model and batch; or a file holds none."""

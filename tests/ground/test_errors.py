@@ -29,6 +29,7 @@ BUILT_IN = {
     "LaunchError": RuntimeError,
     "ObserverError": RuntimeError,
     "TimelineError": ValueError,
+    "BenchError": ValueError,
 }
 
 

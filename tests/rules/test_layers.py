@@ -23,7 +23,8 @@ ROOMS: dict[str, set[str]] = {
     "amp": {"parallel"},
     "checkpoint": set(),
     "launch": set(),
-    "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "checkpoint", "launch"},
+    "bench": {"parallel", "launch"},
+    "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "checkpoint", "launch", "bench"},
 }
 
 # Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.
