@@ -55,9 +55,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         process_group: the ranks that take part; by default all.
         bucket_cap_mb: MiB of gradients that travel together; by default 4 in shared memory, 12 over other backends for
             CPUs, 25 on GPUs.
-        find_unused_parameters, static_graph, check_reduction, gradient_as_bucket_view, skip_all_reduce_unused_params,
-        batched_grad_copy: accepted and not needed: unused parameters and changing graphs are always right, and
-            gradients always lie in the buckets, copied a bucket at a time.
+        find_unused_parameters, static_graph, check_reduction, skip_all_reduce_unused_params: accepted and not needed:
+            unused parameters and changing graphs are always right.
+        gradient_as_bucket_view, batched_grad_copy: accepted and not needed: gradients always lie in the buckets, copied
+            a bucket at a time.
         delay_all_reduce_named_params, param_to_hook_all_reduce: accepted, both or neither, and not needed: gradients
             that come late or more than once in a backward are always right.
         mixed_precision: torch's ``_MixedPrecision``: forward and backward in ``param_dtype``, gradients averaged in
