@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 PYTEST_WORKERS ?= 3
 
-.PHONY: install demo test check lint format clean
+.PHONY: install demo test check docs lint format clean
 
 install: $(VENV)/installed
 
@@ -30,6 +30,11 @@ test: install
 check: lint
 	$(BIN)/python -m pytest -q -n $(PYTEST_WORKERS) -m "not slow"
 
+# The site, to be opened from the disk or served as it is.
+docs: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
 lint: install
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -40,4 +45,4 @@ format: install
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache

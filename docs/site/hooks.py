@@ -1,4 +1,4 @@
-"""Puts together what the site is built from: the pages of docs/, some from outside, and what commands say of themselves.
+"""Puts together what the site is built from: the pages of docs/, some from outside, and the help of commands.
 
 The invariant: a link is written as it works in the repository, and works on the site as well.
 """

@@ -5,9 +5,9 @@ import shlex
 
 import click
 import pytest
-from support.pages import PROJECT, all_pages
 
 from paceline.cli import command
+from support.pages import PROJECT, all_pages
 
 PAGES = {page.name: page for page in all_pages()}
 _SHELLS = ("console", "bash", "sh")
@@ -53,7 +53,7 @@ def _parse(words, name):
         found = found.commands[rest.pop(0)]
     if isinstance(found, click.Group) or not rest:
         return  # the command is only named
-    script = next((word for word in rest if word.endswith(".py") or word in ("...",)), None)
+    script = next((word for word in rest if word.endswith(".py") or word == "..."), None)
     try:
         context = found.make_context(words[0], [*rest, *([] if script or found.name != "run" else ["script.py"])])
     except click.exceptions.Exit:

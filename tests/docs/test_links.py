@@ -1,6 +1,7 @@
 """Links lead somewhere, in the repository."""
 
 import pytest
+
 from support.pages import all_pages, read_page
 
 PAGES = {page.name: page for page in all_pages()}

@@ -23,10 +23,10 @@ import warnings
 
 import pytest
 import torch
-from support.pages import all_pages
-from support.ranks import run_ranks
 
 import paceline
+from support.pages import all_pages
+from support.ranks import run_ranks
 
 PREAMBLES = pathlib.Path(__file__).parent / "preambles"
 PAGES = {
