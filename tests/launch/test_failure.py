@@ -4,8 +4,9 @@ import signal
 
 import pytest
 
-from paceline.launch.failure import Ending, Report, as_json, describe, describe_interrupt, first_failure, in_red
-from paceline.launch.oom_kills import OomKills
+from paceline.launch.failures.ending import Ending, Report, first_failure
+from paceline.launch.failures.oom_kills import OomKills
+from paceline.launch.failures.words import as_json, describe, describe_interrupt, in_red
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: boom\n'
 

@@ -5,7 +5,7 @@ import time
 from dataclasses import asdict
 
 from paceline.launch.conductor.tally import Tally
-from paceline.launch.failure import Ending, Report
+from paceline.launch.failures.ending import Ending, Report
 
 
 def told(*endings):

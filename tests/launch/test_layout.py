@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.launch.hosts.layout import (
+from paceline.launch.layout import (
     Layout,
     place_among,
     rank_environment,

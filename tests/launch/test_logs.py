@@ -6,8 +6,9 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch.loop import Loop
+from paceline.launch.output.files import LogFile
 from paceline.launch.output.forwarding import Channel, Forwarder
-from paceline.launch.output.logs import LogFile, LogSpec, parse_filters, parse_ranks, parse_streams
+from paceline.launch.spec.logs import LogSpec, parse_filters, parse_ranks, parse_streams
 from support.commands import paceline_run, write_script
 
 BOTH = frozenset({"stdout", "stderr"})

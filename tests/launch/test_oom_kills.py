@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from paceline.launch.oom_kills import OomCounters, OomKills
+from paceline.launch.failures.oom_kills import OomCounters, OomKills
 from support.commands import PACELINE, start
 
 FIRST_VERSION = pathlib.Path("/sys/fs/cgroup/memory")

@@ -7,7 +7,7 @@ from paceline.cli.run import run
 from paceline.environment import read_placement
 from paceline.errors import LaunchError
 from paceline.launch.hosts.slurm_step import read_step
-from paceline.launch.spec import NodesSpec
+from paceline.launch.spec.nodes import NodesSpec
 
 
 def step_variables(tasks_per_node, *, task, node, gpus=None, visible=None):

@@ -5,7 +5,7 @@ import pytest
 
 from paceline.errors import LaunchError
 from paceline.launch import LaunchSpec
-from paceline.launch.spec import NodesSpec
+from paceline.launch.spec.nodes import NodesSpec
 
 
 def test_a_good_spec_is_a_frozen_value(tmp_path):

@@ -10,8 +10,8 @@ import pytest
 from paceline.launch.hangs.asking import Status
 from paceline.launch.hangs.stacks import Answer, Frame
 from paceline.launch.hangs.watching import Watch
-from paceline.launch.hosts.layout import Layout
-from paceline.launch.life import Life
+from paceline.launch.layout import Layout
+from paceline.launch.lives.life import Life
 from paceline.launch.loop import Loop
 from paceline.launch.output.forwarding import Forwarder
 from paceline.waits import ASKING_SIGNAL, Page, Wait, Words

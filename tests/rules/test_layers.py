@@ -31,6 +31,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED: dict[str, set[str]] = {
     "comm": {"calls", "explain", "reductions", "shares", "transport"},
     "parallel": {"compiling", "fields", "groups", "live"},
+    "launch": {"counts", "dispositions", "layout", "loop", "ports", "prctl", "wire"},
 }
 FOLDERS: dict[str, dict[str, set[str]]] = {
     "comm": {
@@ -46,6 +47,21 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "reducer": {"replicas", "buckets"},
         "ddp": {"replicas", "buckets", "reducer"},
         "data_parallel": set(),
+    },
+    "launch": {
+        "spec": set(),
+        "failures": set(),
+        "output": {"spec"},
+        "hosts": {"spec"},
+        "ranks": set(),
+        "server": {"spec", "hosts", "ranks"},
+        "lives": {"spec", "failures", "output", "ranks", "server"},
+        "hangs": {"spec", "failures", "lives"},
+        "supervisor": {"spec", "failures", "output", "hosts", "server", "lives", "hangs"},
+        "agent": {"spec", "failures", "output", "hosts", "supervisor"},
+        "conductor": {"failures", "output", "hosts", "supervisor", "agent"},
+        "spawning": {"spec", "failures", "ranks", "server"},
+        "runs": set(),
     },
 }
 
@@ -116,7 +132,7 @@ def test_plans_know_nothing_of_torch():
 def test_only_the_ground_and_the_launcher_read_the_variables_of_ranks():
     names = re.compile(r"""["'](RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)["']""")
     readers = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if names.search(path.read_text())}
-    assert readers == {"environment.py", "launch/hosts/layout.py"}
+    assert readers == {"environment.py", "launch/layout.py"}
 
 
 def test_the_architecture_page_shows_every_room():

@@ -13,10 +13,11 @@ from paceline.launch.conductor.hostfile import HostSpec, parse_hosts, read_hostf
 from paceline.launch.conductor.job import Job
 from paceline.launch.conductor.ssh import current_folder
 from paceline.launch.counts import resolve_num_ranks
-from paceline.launch.hosts.layout import LOOPBACK
 from paceline.launch.hosts.slurm_step import Step, read_step
-from paceline.launch.output.logs import LogSpec, parse_filters, parse_ranks, parse_streams
-from paceline.launch.spec import LaunchSpec, NodesSpec, check_signals
+from paceline.launch.layout import LOOPBACK
+from paceline.launch.spec.launch import LaunchSpec, check_signals
+from paceline.launch.spec.logs import LogSpec, parse_filters, parse_ranks, parse_streams
+from paceline.launch.spec.nodes import NodesSpec
 
 
 def spec_of(script: str, args: tuple[str, ...], given: Mapping[str, Any]) -> LaunchSpec:

@@ -6,7 +6,7 @@ import errno
 import socket
 
 from paceline.errors import LaunchError
-from paceline.launch.hosts.layout import LOOPBACK
+from paceline.launch.layout import LOOPBACK
 from paceline.ports import describe_port_holder
 
 

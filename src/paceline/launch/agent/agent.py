@@ -22,8 +22,8 @@ from paceline.errors import LaunchError
 from paceline.launch.agent.conducted import Conducted
 from paceline.launch.agent.probing import Door, knock
 from paceline.launch.hosts.addresses import Address, interface_variables, own_addresses, system_interfaces
-from paceline.launch.spec import LaunchSpec
-from paceline.launch.supervisor import launch
+from paceline.launch.spec.launch import LaunchSpec
+from paceline.launch.supervisor.supervisor import launch
 from paceline.launch.wire import Decoder, Message, encode, write_all
 
 MakeSpec = Callable[[str, tuple[str, ...], Mapping[str, Any]], LaunchSpec]

@@ -16,20 +16,19 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from paceline.launch.audience import Supervisor
-from paceline.launch.failure import Ending
-from paceline.launch.hosts.layout import LOOPBACK, Layout
+from paceline.launch.failures.ending import Ending
 from paceline.launch.hosts.rendezvous import Launcher, Rendezvous
+from paceline.launch.layout import LOOPBACK, Layout
 from paceline.launch.loop import READ, Loop
 from paceline.launch.output.display import Display
 from paceline.launch.output.interleaving import Speakers
 from paceline.launch.output.plumbing import Outlet
 from paceline.launch.ports import claim_port
-from paceline.launch.server.client import ForkServer
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
+from paceline.launch.supervisor.audience import Supervisor
 from paceline.launch.wire import Decoder, Message, encode
 
 # The conductor is heard every few seconds, even if it has nothing to say.
@@ -217,7 +216,7 @@ class _Rendezvous:
         self._launcher = launcher
         self._listener: socket.socket | None = None
 
-    def open(self, server: ForkServer, loop: Loop) -> None:
+    def open(self, meet_apart: Callable[[], socket.socket], loop: Loop) -> None:
         pass
 
     def meet(self, life: int) -> None:

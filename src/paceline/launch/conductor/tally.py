@@ -9,8 +9,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.launch.failure import Ending, Report, as_json, describe, first_failure
-from paceline.launch.oom_kills import OomKills
+from paceline.launch.failures.ending import Ending, Report, first_failure
+from paceline.launch.failures.oom_kills import OomKills
+from paceline.launch.failures.words import as_json, describe
 from paceline.launch.wire import Message
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from paceline.launch.hangs.stacks import Answer, parse
-from paceline.launch.life import Life
+from paceline.launch.lives.life import Life
 from paceline.launch.loop import Loop
 from paceline.waits import ASKING_SIGNAL, Page, Words
 

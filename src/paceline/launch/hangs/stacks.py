@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from paceline.launch.failure import LIBRARIES, name_ranks
+from paceline.launch.failures.words import LIBRARIES, name_ranks
 from paceline.waits import Wait
 
 _OWN = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

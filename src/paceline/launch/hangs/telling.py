@@ -6,13 +6,13 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from paceline.launch.failure import name_ranks
+from paceline.launch.failures.words import name_ranks
 from paceline.launch.hangs.asking import Inquiry
 from paceline.launch.hangs.stacks import Answer, describe_stacks
 from paceline.launch.hangs.watching import Watch
-from paceline.launch.life import Life
+from paceline.launch.lives.life import Life
 from paceline.launch.loop import Loop
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
 
 
 class Say(Protocol):

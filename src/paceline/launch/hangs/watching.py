@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from paceline.launch.hangs.asking import Status
 from paceline.launch.hangs.stacks import Answer, collective_of, is_in_backward
-from paceline.launch.life import Life
+from paceline.launch.lives.life import Life
 from paceline.launch.loop import Loop
 
 _LOOK_S = 1.0  # at most, between two looks

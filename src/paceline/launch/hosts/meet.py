@@ -21,7 +21,7 @@ import time
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from paceline.launch.hosts.layout import name_hosts, place_among
+from paceline.launch.layout import name_hosts, place_among
 from paceline.launch.wire import Message, Receiver, send
 from paceline.ports import spell_endpoint
 from paceline.rendezvous.slurm_nodes import address_of_node

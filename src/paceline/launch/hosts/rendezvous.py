@@ -7,14 +7,13 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.launch.hosts.layout import Layout
+from paceline.launch.layout import Layout
 from paceline.launch.loop import READ, Loop
 from paceline.launch.ports import claim_port
-from paceline.launch.server.client import ForkServer
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
 
 _SETTLE_S = 2.0  # for the other hosts to be told of a failure
@@ -42,8 +41,12 @@ class Launcher(Protocol):
 class Rendezvous(Protocol):
     """Where that is learnt."""
 
-    def open(self, server: ForkServer, loop: Loop) -> None:
-        """The fork server is ready; called once."""
+    def open(self, meet_apart: Callable[[], socket.socket], loop: Loop) -> None:
+        """All is ready; called once.
+
+        Args:
+            meet_apart: starts the process in which this host meets the others; what leads to it.
+        """
 
     def meet(self, life: int) -> None:
         """Find out where this host's ranks are in ``life``."""
@@ -69,7 +72,7 @@ class OneHost:
         self._launcher = launcher
         self._listener: socket.socket | None = self._claim_port()  # of the first life: a taken port is known at once
 
-    def open(self, server: ForkServer, loop: Loop) -> None:
+    def open(self, meet_apart: Callable[[], socket.socket], loop: Loop) -> None:
         pass
 
     def meet(self, life: int) -> None:
@@ -106,9 +109,9 @@ class SeveralHosts:
         self._has_finished = False
         self._num_untold = 0  # failures that the others may not know yet
 
-    def open(self, server: ForkServer, loop: Loop) -> None:
+    def open(self, meet_apart: Callable[[], socket.socket], loop: Loop) -> None:
         self._loop = loop
-        self._connection = server.open_meeting(self._spec, self._run_id)
+        self._connection = meet_apart()
         self._receiver = Receiver(self._connection)
         loop.watch(self._connection.fileno(), READ, self._hear)
 

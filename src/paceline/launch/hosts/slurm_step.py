@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from paceline.environment import Placement, read_placement
 from paceline.errors import LaunchError
-from paceline.launch.hosts.layout import LOOPBACK
-from paceline.launch.spec import NodesSpec
+from paceline.launch.layout import LOOPBACK
+from paceline.launch.spec.nodes import NodesSpec
 
 
 @dataclass(frozen=True)

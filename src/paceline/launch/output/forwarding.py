@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.launch.loop import READ, Loop
 from paceline.launch.output.display import Display
-from paceline.launch.output.logs import LogFile
+from paceline.launch.output.files import LogFile
 from paceline.launch.output.plumbing import Outlet, copy_window_size
 
 _READ_BYTES = 1 << 16

@@ -8,13 +8,13 @@ import builtins
 import os
 import runpy
 import sys
+import zipfile
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from paceline.launch.ranks.report import Reporter, deliver_through
-from paceline.launch.spec import is_container
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Program:
             if self.is_module:
                 _put_first_on_path(os.getcwd())
                 _run_as_main(self.target, alter_argv=True)
-            elif is_container(self.target):
+            elif _is_container(self.target):
                 sys.path.insert(0, _absolute(self.target))
                 _run_as_main("__main__", alter_argv=False)
             else:
@@ -53,6 +53,11 @@ class Program:
 def _put_first_on_path(folder: str) -> None:
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path.insert(0, folder)
+
+
+def _is_container(path: str) -> bool:
+    """Whether python would look for a ``__main__`` inside ``path``: a folder or a zip archive."""
+    return os.path.isdir(path) or zipfile.is_zipfile(path)
 
 
 def _absolute(path: str) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.launch.counts import usable_cores
-from paceline.launch.hosts.layout import shared_environment
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.layout import shared_environment
+from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
 from paceline.processes import own_mark
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.multiprocessing import ProcessContext, ProcessExitedException, ProcessRaisedException
 
-from paceline.launch.failure import SETTLE_S, Ending, Report, first_failure
+from paceline.launch.failures.ending import SETTLE_S, Ending, Report, first_failure
 from paceline.launch.spawning import spawned
 from paceline.launch.wire import Decoder
 

@@ -26,9 +26,9 @@ import torch
 
 from paceline.environment import read_placement
 from paceline.errors import EnvironmentVariableError, LaunchError
-from paceline.launch.hosts.layout import Layout, rank_environment
+from paceline.launch.layout import Layout, rank_environment
 from paceline.launch.ranks.report import Reporter
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
 
 # What `spawn` has set in this process's environment, which is not for the processes that this one spawns.
 _given: dict[str, str] = {}

@@ -9,14 +9,15 @@ import os
 from collections.abc import Sequence
 from typing import Protocol
 
-from paceline.launch.failure import Ending, in_red
-from paceline.launch.hosts.layout import Layout
+from paceline.launch.failures.ending import Ending
+from paceline.launch.failures.words import in_red
 from paceline.launch.hosts.rendezvous import Launcher, OneHost, Rendezvous, SeveralHosts
+from paceline.launch.layout import Layout
 from paceline.launch.loop import Loop
 from paceline.launch.output.display import Display
 from paceline.launch.output.interleaving import Speakers
 from paceline.launch.output.plumbing import Outlet, open_outlets
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.wire import write_all
 
 

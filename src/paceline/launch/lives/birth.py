@@ -2,14 +2,15 @@
 
 import os
 
-from paceline.launch.hosts.layout import rank_environment, virtual_local_rank
-from paceline.launch.life import Life
+from paceline.launch.layout import rank_environment, virtual_local_rank
+from paceline.launch.lives.life import Life
+from paceline.launch.output.files import Logs
 from paceline.launch.output.forwarding import Channel
-from paceline.launch.output.logs import STREAMS, Logs
 from paceline.launch.output.plumbing import Outlet, open_channel
 from paceline.launch.ranks.local_rank import declared_spelling, local_rank_args
 from paceline.launch.server.client import Birth, ForkServer
-from paceline.launch.spec import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
+from paceline.launch.spec.logs import STREAMS
 from paceline.waits import Page
 
 

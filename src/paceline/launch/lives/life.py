@@ -3,18 +3,17 @@
 The invariant: a rank's report is read before it counts as ended, and its output is followed to its end.
 """
 
-import contextlib
 import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
-from paceline.launch.failure import Ending, Report
-from paceline.launch.hosts.layout import Layout
+from paceline.launch.failures.ending import Ending, Report, is_early_stop
+from paceline.launch.failures.oom_kills import OomCounters, OomKills
+from paceline.launch.layout import Layout
 from paceline.launch.loop import READ, Loop
-from paceline.launch.oom_kills import OomCounters, OomKills
 from paceline.launch.output.forwarding import Channel, Forwarder
 from paceline.launch.wire import Decoder
 from paceline.waits import Page
@@ -81,17 +80,16 @@ class Life:
         self._forwarder.rank_ended(self.layout.first_rank + local_rank)
         self._read_report(local_rank)  # it was written before the end, but may not have been looked at yet
         if code != 0 and local_rank not in self.reports:
-            self._failed(local_rank)
+            self._note_failure(local_rank, code)
 
-    def lost(self) -> list[int]:
-        """The fork server is gone, and with it, by the kernel, its ranks; which ones had not ended."""
-        missing = [local_rank for local_rank in range(self.layout.num_ranks) if local_rank not in self._ended]
+    def lost(self, local_ranks: Iterable[int] | None = None) -> None:
+        """These ranks are out of reach, or, with the fork server, all that had not ended: they count as killed."""
         now = time.monotonic()
         self.stop_at_s = min(self.stop_at_s, now)
-        for local_rank in missing:
-            self._ended[local_rank] = (-signal.SIGKILL, now)
-            self._forwarder.rank_ended(self.layout.first_rank + local_rank)
-        return missing
+        for local_rank in range(self.layout.num_ranks) if local_ranks is None else local_ranks:
+            if local_rank not in self._ended:
+                self._ended[local_rank] = (-signal.SIGKILL, now)
+                self._forwarder.rank_ended(self.layout.first_rank + local_rank)
 
     def oom_kills(self) -> OomKills:
         """What the kernel has counted in this life."""
@@ -101,11 +99,16 @@ class Life:
         """Local rank and pid of each that runs."""
         return ((rank, pid) for rank, pid in self._pids.items() if rank not in self._ended)
 
-    def signal_group(self, local_rank: int, signum: signal.Signals) -> None:
-        """Signal a rank and what it has started."""
+    def signal_group(self, local_rank: int, signum: signal.Signals) -> bool:
+        """Signal a rank and what it has started; false where it is another user's by now, and hears nothing."""
         if local_rank in self._pids and local_rank not in self._ended:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.killpg(self._pids[local_rank], signum)
+            except ProcessLookupError:
+                pass
+            except PermissionError:
+                return False
+        return True
 
     def endings(self) -> list[Ending]:
         """How the ranks have ended, in order."""
@@ -119,10 +122,7 @@ class Life:
             if local_rank in self._ended:
                 endings.append(self._ending_of(local_rank))
             elif report is not None:
-                kills = self._oom_kills[local_rank]
-                endings.append(
-                    Ending(self.layout.first_rank + local_rank, report.code, report.at_s, report, oom_kills=kills)
-                )
+                endings.append(self._ending(local_rank, report.code, report.at_s, was_stopped=False))
         return endings
 
     def close(self) -> None:
@@ -143,12 +143,13 @@ class Life:
         if not data:
             self._loop.unwatch(fd)
         for message in self._decoders[local_rank].feed(data):
-            self.reports[local_rank] = Report(**message)
-            self._failed(local_rank)
+            report = self.reports[local_rank] = Report(**message)
+            self._note_failure(local_rank, report.code)
 
-    def _failed(self, local_rank: int) -> None:
-        self._oom_kills[local_rank] = self.oom_kills()
-        self._on_failure()
+    def _note_failure(self, local_rank: int, code: int) -> None:
+        if not is_early_stop(code, self.reports.get(local_rank)):
+            self._oom_kills[local_rank] = self.oom_kills()
+            self._on_failure()
 
     def _ending_of(self, local_rank: int) -> Ending:
         code, at_s = self._ended[local_rank]
@@ -156,6 +157,16 @@ class Life:
         if report is not None and code < 0 and at_s >= self.stop_at_s:
             code = report.code  # killed by the launcher while it was ending
         failed_at_s = report.at_s if report is not None else at_s
-        was_stopped = failed_at_s >= self.stop_at_s
-        kills = self._oom_kills.get(local_rank, OomKills())
-        return Ending(self.layout.first_rank + local_rank, code, at_s, report, was_stopped, kills)
+        return self._ending(local_rank, code, at_s, was_stopped=failed_at_s >= self.stop_at_s)
+
+    def _ending(self, local_rank: int, code: int, at_s: float, *, was_stopped: bool) -> Ending:
+        report = self.reports.get(local_rank)
+        return Ending(
+            self.layout.first_rank + local_rank,
+            code,
+            at_s,
+            report,
+            was_stopped,
+            self._oom_kills.get(local_rank, OomKills()),
+            stopped_early=is_early_stop(code, report),
+        )

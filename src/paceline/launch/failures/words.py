@@ -1,8 +1,4 @@
-"""Which rank failed first, and how that is told. Pure functions of what was seen.
-
-The first failure is the one that explains the others, so a rank that died without a word comes before peers that
-merely raised at about the same time: they raised because the connection to it broke.
-"""
+"""What is said of ranks: how they ended, the first failure last; who takes part; who is waited for. Pure functions."""
 
 import json
 import os
@@ -10,93 +6,16 @@ import re
 import signal
 import sysconfig
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from paceline.launch.hosts.layout import Layout
-from paceline.launch.oom_kills import OomKills
-
-# How far apart a death and the exceptions that it causes in other ranks are seen.
-SETTLE_S = 0.2
+from paceline.launch.failures.ending import Ending, Report, first_failure
+from paceline.launch.failures.oom_kills import OomKills
+from paceline.launch.layout import Layout
 
 # Where code lies that is not the user's.
 LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),  # our own
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))),  # our own
 )
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank told before it ended.
-
-    Args:
-        kind: "raised", "exit" (``sys.exit`` with other than success) or "interrupt" (KeyboardInterrupt).
-        code: the exit code that follows from it, or minus the signal.
-        at_s: when, on the clock that all processes of a host share.
-        summary: one line.
-        text: the traceback as python prints it, or the message given to ``sys.exit``.
-    """
-
-    kind: str
-    code: int
-    at_s: float
-    summary: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a rank ended.
-
-    Args:
-        code: its exit code, or minus the signal that killed it.
-        at_s: when it was seen to have ended.
-        report: what it told before, if anything.
-        was_stopped: the launcher had asked it to stop before its failure was known.
-        oom_kills: what the kernel had counted by then of its life.
-        host: where it ran, if that is to be told.
-    """
-
-    rank: int
-    code: int
-    at_s: float
-    report: Report | None = None
-    was_stopped: bool = False
-    oom_kills: OomKills = field(default_factory=OomKills)
-    host: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.code != 0 or self.report is not None
-
-    @property
-    def failed_at_s(self) -> float:
-        return self.at_s if self.report is None else self.report.at_s
-
-    @property
-    def exit_status(self) -> int:
-        """As a shell gives it: 128 plus the number of the signal."""
-        return 128 - self.code if self.code < 0 else self.code or 1
-
-    @property
-    def cause(self) -> str | None:
-        """In a word: "stopped" by the launcher, its report's kind, "oom", "signal" or "exit"; None: it succeeded."""
-        if not self.failed or _is_mere_stop(self):
-            return "stopped" if self.failed else None
-        if self.report is not None:
-            return self.report.kind
-        if self.code >= 0:
-            return "exit"
-        return "oom" if self.code == -signal.SIGKILL and self.oom_kills.were_likely else "signal"
-
-
-def first_failure(endings: Sequence[Ending]) -> Ending | None:
-    """The failure to blame; None if no rank failed by itself."""
-    own = sorted((e for e in endings if e.failed and not e.was_stopped), key=lambda e: e.failed_at_s)
-    if not own:
-        return None
-    wordless = [e for e in own if e.report is None and e.failed_at_s - own[0].failed_at_s <= SETTLE_S]
-    return (wordless or own)[0]
 
 
 def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str:
@@ -108,7 +27,7 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
     others = [
         ending
         for ending in sorted(endings, key=lambda e: e.rank)
-        if ending.failed and ending is not first and not _is_mere_stop(ending)
+        if ending.failed and ending is not first and not ending.is_mere_stop
     ]
     alike = [ending.rank for ending in others if first.report is not None and _cause(ending) == _cause(first)]
     lines = [
@@ -118,7 +37,7 @@ def describe(endings: Sequence[Ending], first: Ending, *, logs: str = "") -> str
     ]
     if alike:
         lines.append(f"paceline: {name_ranks(alike)} failed in the same way")
-    stopped = [ending.rank for ending in endings if ending.failed and ending is not first and _is_mere_stop(ending)]
+    stopped = [ending.rank for ending in endings if ending.failed and ending is not first and ending.is_mere_stop]
     if stopped:
         lines.append(f"paceline: {name_ranks(stopped)} stopped by the launcher (collateral)")
     if logs:
@@ -188,6 +107,11 @@ def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int], *, 
     return f"{''.join(raised[:1])}paceline: waiting for {name_ranks(waiting_for)} to end{hint}\n"
 
 
+def describe_early_stop(ranks: Sequence[int]) -> str:
+    """That ranks have made room, which is no failure."""
+    return f"paceline: {name_ranks(ranks)} stopped early (exit code {os.EX_TEMPFAIL}), to go on another time\n"
+
+
 def describe_interrupt(reports: Mapping[int, Report]) -> str:
     """Where each rank was when it was interrupted, a line each: the innermost frame that is not a library's."""
     lines = []
@@ -203,10 +127,6 @@ def describe_interrupt(reports: Mapping[int, Report]) -> str:
 def in_red(text: str) -> str:
     """``text`` as a terminal shows it in red."""
     return f"\x1b[31m{text.removesuffix(chr(10))}\x1b[0m\n"
-
-
-def _is_mere_stop(ending: Ending) -> bool:
-    return ending.was_stopped and (ending.report is None or ending.report.kind != "raised")
 
 
 def _count(number: int, what: str) -> str:

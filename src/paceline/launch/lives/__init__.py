@@ -1,0 +1,1 @@
+"""One life of the ranks on this host: born, heard, ended."""

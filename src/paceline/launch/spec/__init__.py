@@ -1,0 +1,1 @@
+"""What is to be launched, settled before anything starts."""
