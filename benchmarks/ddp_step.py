@@ -5,7 +5,8 @@
 
 A step is zero_grad, forward, backward and SGD's step. "bare" is the same step with no communication at all, on all
 ranks at once. "torch" is torch's DDP over Gloo, with ``gradient_as_bucket_view=True``, which is its leanest; "paceline"
-is paceline's over ``--backend`` (shm where it is known, else gloo).
+is paceline's over ``--backend`` (shm where it is known, else gloo). With ``--backend gloo`` gradients still go through
+shared memory, as they do for a script that asks for Gloo; with PACELINE_SHARED_MEMORY=0 too, they go over Gloo.
 
 Time: the contenders take turns within each round, so that all see the same machine. A step starts at a barrier and is
 over when the slowest rank's is. Medians over the rounds; a ratio is the median of each round's own, and the last line

@@ -1,7 +1,8 @@
 """Where this process stands in its job, read from the variables that launchers set.
 
-This is the only place that reads RANK, WORLD_SIZE and their kin. It is pure: a mapping goes in, a frozen
-``Placement`` comes out, or an error that names the variable, its value and what would be right.
+This is the only place that reads RANK, WORLD_SIZE and their kin, and what paceline's own variables tell a rank. It is
+pure: a mapping goes in, a frozen ``Placement`` comes out, or an error that names the variable, its value and what would
+be right.
 
 Launchers that are recognised: torchrun and everything that speaks its variables (``paceline run`` too), Slurm's
 ``srun``, Open MPI's and MPICH's ``mpirun``. Where RANK and WORLD_SIZE are both set, torchrun's variables count alone,
@@ -120,6 +121,17 @@ def read_placement(environ: Mapping[str, str], *, rank: int | None = None, world
         store_is_hosted=by_torchrun and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         attempt=_attempt_of(environ, launcher),
     )
+
+
+def shares_memory(environ: Mapping[str, str]) -> bool:
+    """Whether this process may use memory that the ranks of a host share, where nobody has named a backend for it.
+
+    Args:
+        environ: usually ``os.environ``; PACELINE_SHARED_MEMORY is 1, as by default, or 0.
+    Raises:
+        EnvironmentVariableError: it is something else.
+    """
+    return _Variable("PACELINE_SHARED_MEMORY", environ.get("PACELINE_SHARED_MEMORY", "1")).number(0, 1) == 1
 
 
 def meeting_point(placement: Placement) -> tuple[str, int]:

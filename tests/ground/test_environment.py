@@ -1,8 +1,10 @@
 """A process's place, from what launchers set. Each case is an environment and the literal placement."""
 
+import re
+
 import pytest
 
-from paceline.environment import Placement, expand_nodelist, meeting_point, read_placement
+from paceline.environment import Placement, expand_nodelist, meeting_point, read_placement, shares_memory
 from paceline.errors import EnvironmentVariableError
 
 TORCHRUN = {
@@ -339,3 +341,12 @@ def test_what_is_no_node_list_is_refused(text):
     assert str(caught.value) == (
         f"node list={text!r}: expected a list of hosts as Slurm writes it, such as 'n[01-03,7],gpu'."
     )
+
+
+def test_ranks_share_memory_unless_they_are_told_not_to():
+    assert shares_memory({})
+    assert shares_memory({"PACELINE_SHARED_MEMORY": "1"})
+    assert not shares_memory({"PACELINE_SHARED_MEMORY": "0"})
+    expected = "PACELINE_SHARED_MEMORY='no': expected an integer from 0 to 1. Correct or unset it."
+    with pytest.raises(EnvironmentVariableError, match=re.escape(expected)):
+        shares_memory({"PACELINE_SHARED_MEMORY": "no"})

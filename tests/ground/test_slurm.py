@@ -12,7 +12,7 @@ from paceline.rendezvous.slurm_nodes import address_of_node
 from support.commands import PACELINE, start, wait_until, write_script
 from support.slurm import slurm
 
-BATCH_FILE = pathlib.Path(__file__).parents[2] / "examples" / "train.sbatch"
+BATCH_FILE = pathlib.Path(__file__).parents[2] / "examples" / "launching" / "train.sbatch"
 
 ENDED = ("COMPLETED", "FAILED", "CANCELLED")
 
@@ -193,7 +193,7 @@ def test_the_batch_file_runs_the_example(cluster, tmp_path):
     output = tmp_path / "output"
     options = ["-N1", "--ntasks-per-node=2", "--cpus-per-task=1", f"--output={output}"]
     example = ["examples/digits.py", "--epochs", "1"]
-    job = cluster.submit(*options, str(BATCH_FILE), *example, cwd=BATCH_FILE.parents[1])
+    job = cluster.submit(*options, str(BATCH_FILE), *example, cwd=BATCH_FILE.parents[2])
     wait_until(lambda: cluster.state_of(job) in ENDED, 100.0)
     assert re.search(r"^epoch 0: [\d.]+% of 359 test digits right$", output.read_text(), re.MULTILINE)
     assert re.search(r"^[\d,]+ samples/s on 2 x (cpu|cuda)$", output.read_text(), re.MULTILINE)

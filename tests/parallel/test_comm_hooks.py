@@ -190,6 +190,42 @@ def test_a_hook_is_called_in_a_world_of_one_too():
     assert run_ranks(1, alone) == [[[3.0, 6.0]]]
 
 
+def hooked_on_one_rank(world):
+    model = DistributedDataParallel(linear())
+    if world.is_main:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_hook_on_one_rank_alone_is_an_error_on_every_rank():
+    assert expect_errors(2, hooked_on_one_rank) == [
+        f"ReplicaMismatchError: some ranks have a communication hook, and others none: rank {rank} has {mine}. Call "
+        "register_comm_hook alike on every rank, and start anew: gradients are under way that will not arrive."
+        for rank, mine in enumerate(["fp16_compress_hook", "none"])
+    ]
+
+
+def hooked_otherwise(world):
+    def first(_, bucket):
+        return default_hooks.allreduce_hook(None, bucket)
+
+    def second(_, bucket):
+        return default_hooks.allreduce_hook(None, bucket)
+
+    model = DistributedDataParallel(linear())
+    model.register_comm_hook(None, [first, second][world.rank])
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_another_hook_on_one_rank_is_an_error_on_every_rank(backend):
+    expected = (
+        "ReplicaMismatchError: the ranks' communication hooks differ: rank 0 has hooked_otherwise.<locals>.first and "
+        "rank 1 has hooked_otherwise.<locals>.second. Call register_comm_hook alike on every rank."
+    )
+    assert expect_errors(2, hooked_otherwise, backend=backend) == [expected] * 2
+
+
 def fused(world):
     from torch.optim import SGD
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 import paceline
 from paceline import DistributedDataParallel
 from paceline.errors import PlanError, ReductionError, WorldError
+from paceline.parallel.replicas.agreement import first_difference, specs_of
 from support.ranks import RankError, expect_errors, run_ranks
 
 # -- the same model everywhere --------------------------------------------------------------------------------------
@@ -82,6 +84,30 @@ ADVICE = "Build, freeze and replace parameters alike on every rank."
 def test_models_built_differently_are_an_error_on_every_rank_that_names_the_first_difference(variant, difference):
     expected = f"ReplicaMismatchError: the ranks' models differ: {difference} {ADVICE}"
     assert expect_errors(2, build, variant) == [expected, expected]
+
+
+def test_devices_are_told_by_type_and_by_which_of_a_ranks_own_they_are():
+    """As on GPUs: each rank has two, of other numbers, and puts the second layer on the other one."""
+
+    class On(NamedTuple):
+        device: torch.device
+        shape: tuple[int, ...] = ()
+        dtype: torch.dtype = torch.float32
+        requires_grad: bool = True
+        layout: torch.layout = torch.sparse_coo
+
+    def specs(**numbers):
+        return specs_of({name: On(torch.device("cuda", number)) for name, number in numbers.items()})
+
+    assert specs(a=0, b=1) == specs(a=2, b=3)
+    assert [spec.device for spec in specs(a=1, b=1)] == ["cuda", "cuda"]
+    assert [spec.device for spec in specs(b=3, a=2)] == ["cuda 2 of 2", "cuda 1 of 2"]
+    difference = first_difference(specs(a=0, b=1, c=1), specs(a=2, b=2, c=3), "rank 0", "rank 1")
+    assert difference == "the device of 'b' is cuda 2 of 2 on rank 0 and cuda 1 of 2 on rank 1"
+    elsewhere = specs_of({"a": On(torch.device("cpu"))})
+    assert first_difference(elsewhere, specs(a=0), "rank 0", "rank 1") == (
+        "the device of 'a' is cpu on rank 0 and cuda on rank 1"
+    )
 
 
 def other_order(world):

@@ -13,7 +13,6 @@ from torch import nn
 import paceline
 from paceline import DistributedDataParallel
 from paceline.errors import ReductionError, ReplicaMismatchError
-from paceline.parallel.reducer import channels
 from support.models import TwoLayers, inputs
 from support.ranks import RankError, expect_errors, run_ranks
 from support.steps import grads, step
@@ -123,17 +122,9 @@ def dies_before_backward(world, how):
         raise error
 
 
-def without_shared_memory(monkeypatch):
-    """As where ranks are on several hosts."""
-    monkeypatch.setattr(channels, "choose_cpu_backend", lambda _: "gloo")
-
-
 @pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("control", ["in memory", "over gloo"])
 @pytest.mark.parametrize("how", ["failed", "killed"])
-def test_when_a_rank_is_lost_the_others_say_which_and_why(how, control, monkeypatch):
-    if control == "over gloo":
-        without_shared_memory(monkeypatch)
+def test_when_a_rank_is_lost_the_others_say_which_and_why(how):
     with pytest.raises(RankError) as caught:
         run_ranks(2, dies_before_backward, how)
     told = r"failed[^\n]*:\n(.*\n)*ValueError: rank 1 gives up" if how == "failed" else r"(was killed|ended)"
@@ -153,7 +144,6 @@ def is_silent(rank, world_size, directory):
         wrapped(torch.ones(1, 1)).backward()
 
 
-@pytest.mark.usefixtures("both_ways")
 def test_a_rank_that_is_silent_is_named_at_the_deadline():
     message, _ = expect_errors(2, is_silent, join=False)
     assert re.match(
@@ -161,6 +151,15 @@ def test_a_rank_that_is_silent_is_named_at_the_deadline():
         r".*/test_failures.py:\d+, call number 1 of this group, was not done after 1 s, the timeout that it was given: "
         r"rank 1 has not come",
         message,
+    )
+
+
+def test_gloo_knows_no_names_so_the_error_says_where_to_look(monkeypatch):
+    monkeypatch.setitem(run_ranks.__kwdefaults__, "backend", "gloo")
+    message, _ = expect_errors(2, is_silent, join=False)
+    assert message.startswith(
+        "ReductionError: rank 0: gradients could not be averaged over 2 ranks: most often another rank has ended or is "
+        "stuck; its output says why.\nThe backend reports: "
     )
 
 

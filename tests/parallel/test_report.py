@@ -71,7 +71,7 @@ def test_what_events_say_of_buckets_bytes_and_times(backend):
             assert (last[kind, 0].params, last[kind, 0].size_bytes) == (("second.weight",), 4)
             assert (last[kind, 1].params, last[kind, 1].size_bytes) == (("first.weight",), 4)
         assert last["round began", None].size_bytes == 8
-        assert last["control", None].size_bytes == 2 + 2 + 1 + 32  # used, late, changed, digests and their mirrors
+        assert last["control", None].size_bytes == 2 + 2 + 3 + 32  # used, late, three flags, digests and their mirrors
         for bucket in (0, 1):
             times = [last[kind, bucket].time_s for kind in ("bucket ready", "launched", "done")]
             assert times == sorted(times)

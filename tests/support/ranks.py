@@ -33,7 +33,7 @@ def run_ranks(
     """Call ``fn(world, *args)`` on ``world_size`` forked ranks of one world.
 
     Args:
-        backend, device: as for ``paceline.init``.
+        backend, device: as for ``paceline.init``; over Gloo, nothing goes through shared memory.
         join: False calls ``fn(rank, world_size, directory, *args)`` instead, with a directory that the ranks share, for
             tests that start the world themselves.
     Returns:
@@ -68,10 +68,10 @@ def run_ranks(
 
 
 def expect_errors(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0, join: bool = True
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0, join: bool = True, **options: Any
 ) -> list[str]:
     """The message of the exception that ``fn`` must raise on every rank, by rank, as ``Type: message``."""
-    outcomes = run_ranks(world_size, _catch, fn, args, timeout_s=timeout_s, join=join)
+    outcomes = run_ranks(world_size, _catch, fn, args, timeout_s=timeout_s, join=join, **options)
     silent = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
     assert not silent, f"no error on ranks {silent}; the others: {outcomes}"
     return outcomes
@@ -98,6 +98,8 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     os.setpgid(0, 0)
+    if backend == "gloo":  # and nothing else
+        os.environ["PACELINE_SHARED_MEMORY"] = "0"
     try:
         if join:
             rendezvous = pathlib.Path(directory, "rendezvous").as_uri()

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.environment import Placement
+from paceline.environment import Placement, shares_memory
 from paceline.processes import started_at
 
 
@@ -25,6 +25,7 @@ class Peer:
         local_rank: where the launcher said.
         started: in clock ticks since the machine started; with the pid, it names a process for good. 0 where it could
             not be read.
+        shares_memory: whether it may, where nobody has named a backend for it.
     """
 
     node: str
@@ -32,6 +33,7 @@ class Peer:
     pid: int
     started: int
     pid_namespace: str
+    shares_memory: bool = True
 
     @classmethod
     def myself(cls, placement: Placement) -> "Peer":
@@ -41,7 +43,7 @@ class Peer:
             started = started_at(pid) or 0
         except OSError:  # as when this process may open no more files
             started = 0
-        return cls(node, placement.local_rank, pid, started, _pid_namespace())
+        return cls(node, placement.local_rank, pid, started, _pid_namespace(), shares_memory(os.environ))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Peer":

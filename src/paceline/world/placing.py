@@ -78,9 +78,11 @@ def world_of(
 
 
 def choose_cpu_backend(peers: Sequence[Peer]) -> str:
-    """Shared memory within a host, a hierarchy across hosts; Gloo where a host's ranks cannot share memory."""
+    """Shared memory within a host, a hierarchy across hosts; Gloo where a host's ranks cannot, or may not, share it."""
     views = {(peer.node, peer.pid_namespace) for peer in peers}
     nodes = {peer.node for peer in peers}
+    if not all(peer.shares_memory for peer in peers):
+        return "gloo"
     if not {"shm", "hier"} <= set(dist.Backend.backend_list) or len(views) > len(nodes):
         return "gloo"
     return "shm" if len(nodes) == 1 else "hier"

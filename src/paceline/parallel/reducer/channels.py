@@ -8,14 +8,15 @@ torch's do, with torch's condition: collectives of the model's own backward, and
 order on all ranks. Only the control message, which the host reads, gets a group for CPU tensors there: reading it never
 waits for a CUDA stream.
 
-[Note: control in memory] Every rank waits for the control message at the end of each backward, and a round trip of
-Gloo's may take a millisecond or two where cores are busy. So where the ranks share a host's memory, control goes there,
-whatever gradients travel over.
+[Note: Gloo within a host] Where the caller's group is Gloo's and its ranks share a host's memory, a reducer talks
+there, unless PACELINE_SHARED_MEMORY=0: it is several times as fast. The caller's own collectives stay on Gloo. A system
+that refuses to share memory costs the speed, and a warning.
 
 A group cannot be closed by one rank while another still listens to it, and garbage is collected on each rank in its
 own time. So a wrapper that is gone only retires its groups; the next wrapper takes those that *all* ranks have retired.
 """
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,21 +26,13 @@ import torch.distributed as dist
 from paceline.comm.group import CollectiveGroup
 from paceline.comm.memory.averages import Averages
 from paceline.comm.memory.opening import myself
+from paceline.errors import CommunicationError
 from paceline.parallel.groups import cpu_backend_of, timeout_of
 from paceline.rendezvous import Peer
 from paceline.world.placing import choose_cpu_backend
 
-
-@dataclass(frozen=True)
-class _Groups:
-    """What a wrapper of CPU tensors talks over; the same group twice where one does for both."""
-
-    gradients: dist.ProcessGroup
-    control: dist.ProcessGroup
-
-
-# Those whose reducer is gone, by the group they belong to and their control's own name.
-_retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Groups]]" = weakref.WeakKeyDictionary()
+# Groups whose reducer is gone, by the one they belong to and their own name.
+_retired: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -82,37 +75,41 @@ def open_channels(parent: dist.ProcessGroup, device_type: str, offers: Sequence[
         offers: each rank's.
         owner: the channels are retired when it is gone.
     """
-    is_on_cpu = device_type == "cpu"
     common = set(offers[0].retired).intersection(*(offer.retired for offer in offers[1:]))
     if common:
-        groups = _retired[parent].pop(min(common))
+        group = _retired[parent].pop(min(common))
     else:
-        groups = _new_groups(parent, is_on_cpu, [offer.peer for offer in offers])
-    channels = Channels(
-        groups.gradients if is_on_cpu else parent,
-        groups.control,
-        groups.gradients.averages() if is_on_cpu and isinstance(groups.gradients, CollectiveGroup) else None,
-    )
-    weakref.finalize(owner, _retire, weakref.ref(parent), groups, channels)
+        group = _new_group(parent, [offer.peer for offer in offers])
+    if device_type != "cpu":
+        channels = Channels(parent, group)
+    else:
+        channels = Channels(group, group, group.averages() if isinstance(group, CollectiveGroup) else None)
+    weakref.finalize(owner, _retire, weakref.ref(parent), channels)
     return channels
 
 
-def _new_groups(parent: dist.ProcessGroup, is_on_cpu: bool, peers: Sequence[Peer]) -> _Groups:
-    ranks = dist.get_process_group_ranks(parent)
+def _new_group(parent: dist.ProcessGroup, peers: Sequence[Peer]) -> dist.ProcessGroup:
+    """For CPU tensors, among the ranks of ``parent``."""
 
     def new_group(backend: str) -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout_of(parent), backend=backend, use_local_synchronization=True
+            dist.get_process_group_ranks(parent),
+            timeout=timeout_of(parent),
+            backend=backend,
+            use_local_synchronization=True,
         )
         return group
 
     backend = cpu_backend_of(parent)
-    control_backend = "shm" if backend == "gloo" and choose_cpu_backend(peers) == "shm" else backend
-    control = new_group(control_backend)
-    return _Groups(new_group(backend) if is_on_cpu and control_backend != backend else control, control)
+    if backend == "gloo" and choose_cpu_backend(peers) == "shm":
+        try:
+            return new_group("shm")
+        except CommunicationError as error:  # which all ranks raise
+            warnings.warn(f"gradients are averaged over Gloo, since memory cannot be shared: {error}", stacklevel=2)
+    return new_group(backend)
 
 
-def _retire(parent: "weakref.ref[dist.ProcessGroup]", groups: _Groups, channels: Channels) -> None:
+def _retire(parent: "weakref.ref[dist.ProcessGroup]", channels: Channels) -> None:
     owner = parent()
     if owner is not None and channels.is_idle:
-        _retired.setdefault(owner, {})[groups.control.group_name] = groups
+        _retired.setdefault(owner, {})[channels.control.group_name] = channels.control

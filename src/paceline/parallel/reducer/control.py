@@ -5,6 +5,8 @@ A vector of bytes, reduced with MAX, so that one message of any backend carries 
     used[P]       1 where the rank has a gradient of parameter p
     late[B]       1 where a gradient came after bucket b had been launched
     changed[1]    1 where the rank has seen a parameter that the ranks have not agreed on
+    hooked[1]     1 where the rank has a communication hook,
+    unhooked[1]   and 1 where it has none
     digests[16]   of what must be the same on all ranks: how parameters train, and samples of the weights ...
     mirrors[16]   ... and 255 minus each byte: the two maxima add up to 255 exactly where all ranks agree
 
@@ -30,6 +32,8 @@ class Control:
         used: by parameter, 1 where it has a gradient (on any rank).
         late: by bucket, 1 where it must be reduced once more.
         is_changed: whether parameters must be agreed on anew.
+        is_hooked: whether it has a communication hook (whether some rank has one).
+        is_unhooked: whether it has none (whether some rank has none).
         is_same_state: whether parameters train alike on all ranks.
         is_same_weights: whether the samples of the weights are the same.
     """
@@ -37,6 +41,8 @@ class Control:
     used: bytes
     late: bytes
     is_changed: bool
+    is_hooked: bool
+    is_unhooked: bool
     is_same_state: bool = True
     is_same_weights: bool = True
 
@@ -51,7 +57,8 @@ class PendingControl:
     def __init__(self, mine: Control, digests: tuple[bytes, bytes] | None, group: dist.ProcessGroup) -> None:
         both = bytes(2 * DIGEST_BYTES) if digests is None else digests[0] + digests[1]
         mirrors = both if digests is None else both.translate(_MIRROR)
-        self._message = bytearray().join((mine.used, mine.late, (b"\0", b"\1")[mine.is_changed], both, mirrors))
+        flags = bytes((mine.is_changed, mine.is_hooked, mine.is_unhooked))
+        self._message = bytearray().join((mine.used, mine.late, flags, both, mirrors))
         self._num_used, self._num_late = len(mine.used), len(mine.late)
         tensor = torch.frombuffer(self._message, dtype=torch.uint8)
         self._work = start_all_reduce(tensor, group, dist.ReduceOp.MAX)
@@ -72,6 +79,8 @@ class PendingControl:
             used=told[:end_of_used],
             late=told[end_of_used:end_of_late],
             is_changed=bool(told[end_of_late]),
+            is_hooked=bool(told[end_of_late + 1]),
+            is_unhooked=bool(told[end_of_late + 2]),
             is_same_state=mirrors[:DIGEST_BYTES] == expected[:DIGEST_BYTES],
             is_same_weights=mirrors[DIGEST_BYTES:] == expected[DIGEST_BYTES:],
         )

@@ -58,6 +58,18 @@ def raise_if_some_failed(num_failed: int, group: dist.ProcessGroup) -> None:
         )
 
 
+def raise_if_hooks_differ(hook: str | None, group: dist.ProcessGroup) -> None:
+    """Raise on every rank if their communication hooks have other names. A collective call."""
+    hooks = all_gather_object(hook, group)
+    ranks = dist.get_process_group_ranks(group)
+    other = next((at for at, hook in enumerate(hooks) if hook != hooks[0]), None)
+    if other is not None:
+        told = [f"rank {ranks[at]} has {hooks[at]}" for at in (0, other)]
+        raise ReplicaMismatchError(
+            f"the ranks' communication hooks differ: {' and '.join(told)}. Call register_comm_hook alike on every rank."
+        )
+
+
 def raise_first_difference(
     names: Sequence[str], states: Sequence[tuple[bool, str]], group: dist.ProcessGroup
 ) -> NoReturn:

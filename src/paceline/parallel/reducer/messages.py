@@ -8,10 +8,16 @@ from collections.abc import Container, Sequence
 
 import torch.distributed as dist
 
+from paceline.errors import ReplicaMismatchError
 from paceline.parallel.buckets.bucket import Bucket
 from paceline.parallel.fields import Kinds, have_grad, kinds_on_any_rank, trainable
 from paceline.parallel.reducer.control import Control, PendingControl
-from paceline.parallel.reducer.explain import Explained, raise_first_difference, raise_if_some_failed
+from paceline.parallel.reducer.explain import (
+    Explained,
+    raise_first_difference,
+    raise_if_hooks_differ,
+    raise_if_some_failed,
+)
 from paceline.parallel.replicas.digests import digest_of
 from paceline.parallel.replicas.registry import Registry
 
@@ -30,6 +36,7 @@ class Messages:
         self._state: object = None  # of which ``_digest`` was made
         self._digest = b""
         self._num_failed = 0
+        self._hook: str | None = None
 
     def send(
         self,
@@ -38,6 +45,7 @@ class Messages:
         kinds: Kinds,
         weights: bytes | None,
         *,
+        hook: str | None,
         is_recast: bool,
         num_failed: int,
     ) -> PendingControl:
@@ -47,18 +55,25 @@ class Messages:
             planned: ids of the parameters in the plan.
             kinds: dtypes, shapes and devices for which the plan was made.
             weights: a digest of samples of them; None on a rank that only keeps the others company.
+            hook: the name of the user's own way to average; None where there is none.
             is_recast: whether parameters are no longer of these kinds.
             num_failed: how many backwards have raised an error here.
         """
         is_late = bytes(bucket.is_late() for bucket in buckets)
         is_changed = is_recast or self._registry.has_changed()
-        mine = Control(self._has_gradient(buckets, planned, any(is_late)), is_late, is_changed)
+        mine = Control(
+            self._has_gradient(buckets, planned, any(is_late)),
+            is_late,
+            is_changed,
+            is_hooked=weights is not None and hook is not None,
+            is_unhooked=weights is not None and hook is None,
+        )
         self.trainable = trainable(self._registry.params)
-        state = self.trainable, kinds, num_failed
+        state = self.trainable, kinds, num_failed, hook
         if state != self._state:
-            content = self.trainable, kinds_on_any_rank(kinds), num_failed
+            content = self.trainable, kinds_on_any_rank(kinds), num_failed, hook
             self._state, self._digest = state, digest_of(repr(content).encode())
-        self._num_failed = num_failed
+        self._num_failed, self._hook = num_failed, hook
         with self._explained():
             return PendingControl(mine, None if weights is None else (self._digest, weights), self._group)
 
@@ -67,15 +82,30 @@ class Messages:
         with self._explained():
             return pending.result()
 
+    def check_hooks(self, control: Control) -> None:
+        """Raise if some ranks wait for buckets that others average in another way. No collective call: that would wait.
+
+        Raises:
+            ReplicaMismatchError: on every rank.
+        """
+        if control.is_hooked and control.is_unhooked:
+            mine = "none" if self._hook is None else self._hook
+            raise ReplicaMismatchError(
+                f"some ranks have a communication hook, and others none: rank {dist.get_rank()} has {mine}. Call "
+                "register_comm_hook alike on every rank, and start anew: gradients are under way that will not arrive."
+            )
+
     def check(self, control: Control) -> None:
         """Raise if the ranks do not train alike. A collective call where they do not, with nothing else under way.
 
         Raises:
-            ReplicaMismatchError: on every rank, naming the first parameter that is frozen, or cast, on some only.
+            ReplicaMismatchError: on every rank, naming what differs: their communication hooks, or the first parameter
+                that is frozen, or cast, on some only.
             ReductionError: on every rank: a backward has failed on some ranks only, so they are one apart.
         """
         if not control.is_same_state and not control.is_changed:
             raise_if_some_failed(self._num_failed, self._group)
+            raise_if_hooks_differ(self._hook, self._group)
             states = [(param.requires_grad, str(param.dtype)) for param in self._registry.params]
             raise_first_difference(self._registry.names, states, self._group)
 

@@ -28,7 +28,7 @@ from torch.nn import Parameter
 
 from paceline.errors import ReductionError, ReplicaMismatchError
 from paceline.parallel.buckets.bucket import Bucket
-from paceline.parallel.buckets.hooked import Hook
+from paceline.parallel.buckets.hooked import Hook, name_of
 from paceline.parallel.buckets.planning import Planner
 from paceline.parallel.fields import have_grad, kinds
 from paceline.parallel.reducer.arrivals import Arrivals
@@ -228,6 +228,7 @@ class Reducer:
         """
         plan, planned = self.planner.buckets, self.planner.trainable
         control = self._hear(pending)
+        self._messages.check_hooks(control)
         self.averaging.wait(plan)
         self._messages.check(control)  # only now that nothing is under way any more: they may go on after its error
         self.averaging.give(plan, control)
@@ -275,6 +276,7 @@ class Reducer:
             self.planner.place_of,
             self.planner.kinds,
             weights,
+            hook=None if self.planner.hook is None else name_of(self.planner.hook[1]),
             is_recast=self._is_recast,
             num_failed=self._num_failed,
         )

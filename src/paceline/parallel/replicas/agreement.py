@@ -1,11 +1,11 @@
 """Do all ranks hold the same parameters? Compared by name, told by name.
 
-The invariant: after ``agree`` returns, parameter number i has one name, shape and dtype on every rank; where it
+The invariant: after ``agree`` returns, parameter number i has one name, shape, dtype and device on every rank; where it
 raises, it raises on every rank, with the same first difference.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,12 +23,38 @@ class Spec:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool
+    device: str
     stride: tuple[int, ...]  # the first rank's counts for all: only memory's order depends on it
 
-    @classmethod
-    def of(cls, name: str, tensor: torch.Tensor) -> "Spec":
-        stride = tuple(tensor.stride()) if tensor.layout == torch.strided else ()
-        return cls(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, stride)
+
+def specs_of(tensors: Mapping[str, torch.Tensor]) -> list[Spec]:
+    """Of a rank's parameters and buffers by name.
+
+    Ranks have devices of their own, so a device is told by its type; and where a rank has several of a type, by which
+    of them it is, counted as they come in the order of names.
+    """
+    numbers: dict[str, list[torch.device]] = {}
+    for name in sorted(tensors):
+        device = tensors[name].device
+        if device not in (known := numbers.setdefault(device.type, [])):
+            known.append(device)
+
+    def device_of(tensor: torch.Tensor) -> str:
+        kind = tensor.device.type
+        known = numbers[kind]
+        return kind if len(known) == 1 else f"{kind} {known.index(tensor.device) + 1} of {len(known)}"
+
+    return [
+        Spec(
+            name,
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.requires_grad,
+            device_of(tensor),
+            tuple(tensor.stride()) if tensor.layout == torch.strided else (),
+        )
+        for name, tensor in tensors.items()
+    ]
 
 
 def agree(specs: Sequence[Spec], group: dist.ProcessGroup, extra: Any = None) -> tuple[list[Spec], list[Any]]:
@@ -67,6 +93,7 @@ def first_difference(ours: Sequence[Spec], theirs: Sequence[Spec], us: str, them
             ("the shape", spec.shape, other.shape),
             ("the dtype", spec.dtype, other.dtype),
             ("requires_grad", spec.requires_grad, other.requires_grad),
+            ("the device", spec.device, other.device),
         ):
             if mine != its:
                 return f"{what} of {spec.name!r} is {mine} on {us} and {its} on {them}"

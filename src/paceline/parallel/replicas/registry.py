@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.parallel.replicas.agreement import Spec, agree
+from paceline.parallel.replicas.agreement import agree, specs_of
 from paceline.parallel.replicas.broadcast import broadcast_tensors
 
 # Who wants to know of parameters registered in a module.
@@ -75,7 +75,7 @@ class Registry:
             ReplicaMismatchError: on every rank, naming the first difference.
         """
         here, buffers = dict(self._named_params()), dict(self._named_buffers())
-        specs, extras = agree([Spec.of(name, tensor) for name, tensor in {**here, **buffers}.items()], group, extra)
+        specs, extras = agree(specs_of({**here, **buffers}), group, extra)
         agreed = [spec for spec in specs if spec.name in here]
         before = dict(zip(self.names, self.params, strict=True))
         self.names = [spec.name for spec in agreed]
