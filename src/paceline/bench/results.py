@@ -126,6 +126,7 @@ class Bench:
     Attributes:
         step: the spans of one step of paceline's DistributedDataParallel, the one of median length, on most ranks.
         interrupted: ended by its user before all had been measured.
+        command: what was typed to measure it, so that a reader can do so again; empty where it is not known.
     """
 
     machine: Machine
@@ -134,6 +135,7 @@ class Bench:
     step: tuple[Span, ...] = ()
     collectives: tuple[Collective, ...] = ()
     interrupted: bool = False
+    command: str = ""
 
     def run(self, way: str, num_devices: int) -> Run | None:
         return next((run for run in self.runs if (run.way, run.num_devices) == (way, num_devices)), None)
