@@ -11,6 +11,7 @@ import click
 
 import paceline
 from paceline.cli.agent import agent
+from paceline.cli.bench import bench
 from paceline.cli.clean import clean
 from paceline.cli.ps import ps
 from paceline.cli.run import run
@@ -25,7 +26,7 @@ def command() -> None:
     """Train a PyTorch script on many devices."""
 
 
-for subcommand in (run, ps, clean, agent):
+for subcommand in (run, bench, ps, clean, agent):
     command.add_command(subcommand)
 
 

@@ -1,0 +1,55 @@
+"""A bench as JSON, and back.
+
+The invariant: what is read is what was written; a file never holds half of one.
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from paceline.bench.results import Bench, Collective, Machine, Phases, Run, Span, Subject
+from paceline.errors import BenchError
+from paceline.timeline.traces import write_trace
+
+_FORMAT = "paceline bench 1"
+
+
+def save(bench: Bench, path: pathlib.Path) -> None:
+    """Write ``bench`` to ``path``, all of it or nothing."""
+    write_trace({"format": _FORMAT, **dataclasses.asdict(bench)}, path)
+
+
+def load(path: pathlib.Path) -> Bench:
+    """Read what ``save`` has written.
+
+    Raises:
+        BenchError: there is no such file, or it holds something else.
+    """
+    try:
+        told = json.loads(path.read_text())
+        if told.pop("format") != _FORMAT:
+            raise ValueError(_FORMAT)
+        return _bench(told)
+    except OSError as error:
+        raise BenchError(f"{path}: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BenchError(f"{path}: expected a bench as `paceline bench --json` writes it, but it is none.") from error
+
+
+def _bench(told: dict[str, Any]) -> Bench:
+    machine = told["machine"]
+    return Bench(
+        Machine(**{**machine, "devices": tuple(machine["devices"])}),
+        Subject(**told["subject"]),
+        tuple(_run(run) for run in told["runs"]),
+        tuple(Span(**span) for span in told["step"]),
+        tuple(Collective(**collective) for collective in told["collectives"]),
+        told["interrupted"],
+    )
+
+
+def _run(told: dict[str, Any]) -> Run:
+    tuples = {name: tuple(told[name]) for name in ("step_s", "peak_bytes", "alone_s")}
+    phases = None if told["phases"] is None else Phases(**told["phases"])
+    return Run(**{**told, **tuples, "phases": phases})
