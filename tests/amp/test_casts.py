@@ -134,6 +134,15 @@ def test_in_place_the_tensor_that_is_written_counts():
     assert dtype_within(lambda x: x.clone().add_(OTHER), square(torch.float16)) == torch.float16
 
 
+def test_where_a_result_is_written_to_a_tensor_of_the_callers_nothing_is_cast():
+    def sum_into(x):
+        told = torch.zeros(3, dtype=torch.float16)
+        torch.sum(x.half(), 0, out=told)
+        return told
+
+    assert Calls(sum_into)(torch.ones(2, 3)).tolist() == [2.0] * 3
+
+
 def test_large_sums_do_not_overflow():
     model = amp.initialize(Calls(lambda x: F.linear(x, torch.full((1, 1), 300.0)).pow(2.0).sum()), verbosity=0)
     assert model(torch.full((4, 1), 100.0)).item() == 4 * 30_000.0**2

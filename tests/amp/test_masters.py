@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 
 from paceline import amp
+from paceline.amp import masters
 from paceline.errors import AmpError
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -262,6 +263,47 @@ def test_what_is_written_to_the_models_weights_is_taken_over_and_the_rest_keeps_
     with torch.no_grad():
         model.head.weight[1].fill_(0.5)
     assert model.state_dict()["head.weight"][1].unique().tolist() == [0.5]
+
+
+def step(model, optimizer, *, scale=0.0):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(torch.ones(2, 1, 4, 4)).sum() * scale, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def test_writes_through_data_which_torch_does_not_count_are_taken_over():
+    """As in weights that are initialised late, and in those of a critic that are clamped after each step."""
+    model, optimizer = build("O2", loss_scale=4.0)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    model.head.weight.data.fill_(0.25)
+    step(model, optimizer)
+    assert model.head.weight.unique().tolist() == [0.25]
+    for _ in range(2):
+        step(model, optimizer, scale=1.0)
+        for param in model.parameters():
+            param.data.clamp_(-0.125, 0.125)
+    step(model, optimizer)
+    assert max(param.abs().max().item() for param in amp.master_params(optimizer)) <= 0.126
+
+
+def test_what_is_written_to_masters_goes_to_checkpoints_and_to_the_model_with_the_next_step():
+    model, optimizer = build("O2", loss_scale=4.0)
+    step(model, optimizer)
+    for param in amp.master_params(optimizer):
+        param.data.fill_(0.3)
+    assert model.state_dict()["head.weight"].unique().tolist() == [torch.tensor(0.3).item()]
+    step(model, optimizer)
+    assert model.head.weight.unique().tolist() == [torch.tensor(0.3).half().item()]
+
+
+def test_writes_are_found_in_all_masters_however_many_there_are_and_in_empty_ones(monkeypatch):
+    monkeypatch.setattr(masters, "_CHUNK_BYTES", 8)
+    params = [nn.Parameter(torch.ones(size, dtype=HALF)) for size in (0, 3, 4, 1)]
+    made = [masters.Master(param) for param in params]
+    assert [found.item() for found in masters.find_writes(made)] == [0.0, 0.0]
+    params[3].data.fill_(2.0)
+    assert sorted(found.item() for found in masters.find_writes(made)) == [0.0, 1.0]
 
 
 def test_a_copy_of_the_model_is_a_model_of_its_own():

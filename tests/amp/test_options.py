@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD, Adam
 
 from paceline import amp
 from paceline.amp.levels import LEVELS
@@ -130,6 +131,37 @@ def test_what_is_no_model_and_no_optimizer_is_refused():
     amp.initialize(model, optimizer)
     with pytest.raises(AmpError, match=r"^this SGD has been through amp\.initialize already\."):
         amp.initialize(model, optimizer)
+
+
+class Outer(SGD):
+    """Has another optimizer step the weights, as torch's ZeroRedundancyOptimizer does."""
+
+    def __init__(self, params):
+        params = list(params)
+        super().__init__(params, lr=1.0)
+        self.optim = Adam(params)
+
+
+def test_an_optimizer_that_masters_would_not_reach_is_refused():
+    model = nn.Linear(1, 1)
+    message = r"^Outer has a Adam step the weights, which master weights would not reach\. Use opt_level='O1', or mas"
+    with pytest.raises(AmpError, match=message):
+        amp.initialize(model, Outer(model.parameters()), opt_level="O2", verbosity=0)
+    assert model.weight.dtype == torch.float32
+    amp.initialize(model, Outer(model.parameters()), opt_level="O1", verbosity=0)
+    shared = Outer(model.parameters())
+    shared.optim.param_groups = shared.param_groups
+    amp.initialize(model, shared, opt_level="O2", verbosity=0)
+
+
+def test_sharded_weights_are_refused_where_there_would_be_masters():
+    model = nn.Linear(1, 1)
+    model.weight.placements = ()  # of what a DTensor has, what it is known by
+    message = (
+        r"^SGD steps sharded weights \(DTensor\), which have no master weights here\. Use opt_level='O1'; or fully"
+    )
+    with pytest.raises(AmpError, match=message):
+        amp.initialize(model, SGD(model.parameters(), lr=1.0), opt_level="O2", verbosity=0)
 
 
 def test_disabled_nothing_is_changed_and_every_call_works():

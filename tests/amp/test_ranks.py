@@ -12,7 +12,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from paceline import DistributedDataParallel, amp
-from paceline.errors import LossScaleError
+from paceline.errors import AmpError, LossScaleError
 from paceline.parallel import apex
 from support.ranks import run_ranks
 
@@ -75,6 +75,34 @@ def accumulated(rank, wrap, level):
     optimizer.step()
     amp.deactivate()
     return grads, weights_of(model)
+
+
+class Inner(nn.Module):
+    """A model within which a part is wrapped."""
+
+    def __init__(self, wrapped):
+        super().__init__()
+        self.wrapped = wrapped
+        self.no_sync = wrapped.no_sync
+
+    def forward(self, x):
+        return self.wrapped(x)
+
+
+def wrapped_before(rank, wrap, level, *, within):
+    """As ``accumulated``, where the wrapper was there before ``initialize``."""
+    wrapped = wrap(linear())
+    outer = Inner(wrapped) if within else wrapped
+    try:
+        _, optimizer = build(level, outer if within else wrapped.module)
+    except AmpError as error:
+        return str(error)
+    for k in range(2):
+        with wrapped.no_sync() if k == 0 else contextlib.nullcontext():
+            backward(outer, optimizer, torch.full((1, 2), 1.0 + rank + k))
+    grads = [param.grad.flatten().tolist() for param in amp.master_params(optimizer)]
+    amp.deactivate()
+    return grads
 
 
 def partly_wrapped(rank):
@@ -221,6 +249,12 @@ def everything(world):
             "accumulated": {
                 (name, level): accumulated(rank, wrap, level) for name, wrap in wraps.items() for level in ("O1", "O2")
             },
+            "wrapped before": {
+                (name, level, within): wrapped_before(rank, wraps[name], level, within=within)
+                for name in ("paceline's", "torch's")
+                for level in ("O1", "O2")
+                for within in (False, True)
+            },
             "partly wrapped": partly_wrapped(rank),
             "alone": alone(rank),
             "reduced": reduced(rank),
@@ -252,6 +286,16 @@ def test_gradients_accumulated_under_no_sync_are_averaged_whole(told):
         for key, (grads, weights) in each["accumulated"].items():
             assert grads == [[4.0, 4.0]], key
             assert weights == [-1.0, -1.0], key
+
+
+def test_wrappers_that_were_there_before_are_known_and_torchs_refused_where_weights_are_cast(told):
+    refusal = (
+        "models: torch's DistributedDataParallel is around a Linear already, and would not average gradients of "
+        "weights that become torch.float16. Make it after amp.initialize."
+    )
+    for each in told:
+        for key, found in each["wrapped before"].items():
+            assert found == (refusal if key[:2] == ("torch's", "O2") else [[4.0, 4.0]]), key
 
 
 def test_where_some_gradients_are_not_averaged_ranks_agree_by_a_message(told):

@@ -249,6 +249,49 @@ def test_sparse_gradients_are_unscaled_and_judged():
             assert model.weight[:, 0].tolist() == expected
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_weight_of_two_optimizers_and_an_optimizer_that_is_named_twice_are_unscaled_once(level):
+    model = Linear()
+    optimizers = [SGD(model.parameters(), lr=0.25), SGD(model.parameters(), lr=0.5)]
+    model, optimizers = amp.initialize(model, optimizers, opt_level=level, loss_scale=64.0, verbosity=0)
+    backward(model, [*optimizers, optimizers[0]], 1.0)
+    assert [param.grad.item() for param in amp.master_params(optimizers[0])] == [1.0]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert model.weight.item() == 0.25
+    model.zero_grad()
+    backward(model, optimizers, 0.5)
+    assert [param.grad.item() for param in amp.master_params(optimizers[1])] == [0.5]
+
+
+def test_a_block_within_a_block_of_the_same_optimizer_is_refused():
+    model, optimizer = build()
+    with (
+        pytest.raises(AmpError, match=r"^amp\.scale_loss within another one of the same optimizer, which would divide"),
+        amp.scale_loss(X.sum(), optimizer),
+        amp.scale_loss(X.sum(), optimizer),
+    ):
+        pass
+    backward(model, optimizer, 2.0)
+    assert model.weight.grad.item() == 2.0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_step_with_gradients_that_are_still_scaled_is_refused(level):
+    model, optimizer = build(level)
+    message = r"^step\(\) while gradients are still multiplied by 1024: the last amp\.scale_loss of this optimizer had"
+    backward(model, optimizer, 2.0, delay_unscale=True)
+    with pytest.raises(AmpError, match=message):
+        optimizer.step()
+    with pytest.raises(AmpError, match=message):
+        optimizer.step(lambda: backward(model, optimizer, 2.0, delay_unscale=True))
+    assert model.weight.item() == 1.0
+    optimizer.zero_grad()
+    backward(model, optimizer, 0.5)
+    optimizer.step()
+    assert model.weight.item() == 0.5
+
+
 # -- overflows -------------------------------------------------------------------------------------------------------
 
 
@@ -420,6 +463,9 @@ def test_calls_out_of_order_say_what_is_missing():
     build()
     message = r"^amp\.scale_loss with a SGD that has not been through amp\.initialize\."
     with pytest.raises(AmpError, match=message), amp.scale_loss(X, optimizer):
+        pass
+    message = r"^amp\.scale_loss without an optimizer: pass those whose parameters this backward reaches\.$"
+    with pytest.raises(AmpError, match=message), amp.scale_loss(X, []):
         pass
     _, optimizer = build()
     message = r"^loss_id=1, but amp\.initialize was told num_losses=1\.$"

@@ -116,7 +116,7 @@ class CpuCasts(TorchFunctionMode):
             if func is torch.lstm and torch.get_autocast_dtype("cpu") == torch.float16:  # torch has no kernel for it
                 with torch.autocast("cpu", enabled=False):
                     return func(*to_float(args), **to_float(kwargs))
-            if (cast := _CASTS.get(func)) is not None:
+            if (cast := _CASTS.get(func)) is not None and kwargs.get("out") is None:  # a cast ``out`` would be a copy
                 args, kwargs = cast((args, kwargs))
         return func(*args, **kwargs)
 

@@ -15,12 +15,13 @@ from paceline.amp.convert import HALF, cast_model, check_is_whole
 from paceline.amp.masters import keep_in_checkpoints
 from paceline.amp.optimizers import OptimizerState, state_of
 from paceline.amp.options import Properties, choose, choose_bounds
-from paceline.amp.ranks import watch_for_wrappers
+from paceline.amp.ranks import find_wrappers, watch_for_wrappers
 from paceline.amp.scaler import LossScaler
 from paceline.amp.session import Session, begin, state
 from paceline.amp.wrapping import Casts, wrap
 from paceline.errors import AmpError
 from paceline.parallel.apex import LARC
+from paceline.parallel.ddp.wrapper import DistributedDataParallel
 
 logger = logging.getLogger("paceline.amp")
 
@@ -70,7 +71,8 @@ def initialize(
         ``models``, or both; lists where lists came in.
     Raises:
         AmpError: an option does not fit the level; a model is wrapped already, or in half precision; an optimizer has
-            been through here before.
+            been through here before, or cannot step master weights. The model within a wrapper may be given; torch's
+            wrapper is refused where weights are cast.
         TypeError: these are no modules or no optimizers.
     """
     if not enabled:
@@ -88,6 +90,9 @@ def initialize(
     least, most = choose_bounds(min_loss_scale, max_loss_scale)
     model_list = _models(models)
     optimizer_list = _optimizers(optimizers)
+    _check_can_be_cast(find_wrappers(model_list), properties.cast_model_type)
+    if properties.master_weights:
+        _check_takes_masters(optimizer_list)
     scalers = [LossScaler(properties.loss_scale, min_loss_scale=least, max_loss_scale=most) for _ in range(num_losses)]
     session = Session(properties, scalers, model_list, verbosity)
     wholes = _weights_of(model_list) if properties.master_weights else {}
@@ -131,6 +136,35 @@ def _models(models: Any) -> list[Module]:
         if not state.allow_incoming_model_not_fp32:
             check_is_whole(model)
     return found
+
+
+def _check_can_be_cast(wrappers: list[Any], dtype: torch.dtype | None) -> None:
+    """Raise an AmpError if torch's wrapper listens to weights that get another dtype: it would hear no more of them."""
+    for wrapper in wrappers:
+        is_cast = any(param.is_floating_point() and param.dtype != dtype for param in wrapper.parameters())
+        if dtype is not None and is_cast and not isinstance(wrapper, DistributedDataParallel):
+            raise AmpError(
+                f"models: torch's DistributedDataParallel is around a {type(wrapper.module).__name__} already, and "
+                f"would not average gradients of weights that become {dtype}. Make it after amp.initialize."
+            )
+
+
+def _check_takes_masters(optimizers: list[Any]) -> None:
+    """Raise an AmpError if an optimizer steps sharded weights, or has another one step weights of its own groups."""
+    for optimizer in optimizers:
+        if any(hasattr(param, "placements") for group in optimizer.param_groups for param in group["params"]):
+            raise AmpError(
+                f"{type(optimizer).__name__} steps sharded weights (DTensor), which have no master weights here. Use "
+                "opt_level='O1'; or fully_shard's mp_policy in place of amp."
+            )
+        for inner in vars(optimizer).values():
+            if isinstance(inner, Optimizer) and not all(
+                any(own is group for own in optimizer.param_groups) for group in inner.param_groups
+            ):
+                raise AmpError(
+                    f"{type(optimizer).__name__} has a {type(inner).__name__} step the weights, which master weights "
+                    "would not reach. Use opt_level='O1', or master_weights=False."
+                )
 
 
 def _optimizers(optimizers: Any) -> list[Any]:

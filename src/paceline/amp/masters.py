@@ -2,13 +2,15 @@
 
 A weight has one master, however many optimizers it is in. The model's weight is always its master, rounded: what writes
 to the weight in place, such as clamping or loading, is taken over, element by element, so that elements that were not
-written keep their bits. A step finds such writes by torch's count of them, a checkpoint by looking.
+written keep their bits. A step finds such writes by torch's count of them. ``scale_loss`` and checkpoints look for
+those that torch does not count, such as writes through ``.data``. Where masters have been handed out since the last
+step, somebody may have written to them instead: then what looking finds is left to them.
 
 The invariant: whenever a master is handed out, the model's weight equals it, rounded.
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.amp.convert import HALF
 
+_CHUNK_BYTES = 8 << 20
+
 
 class Master:
     """A weight and its master.
@@ -25,12 +29,17 @@ class Master:
     Attributes:
         param: the model's weight.
         weight: float32; what optimizers hold.
+        is_lent: whether it has been handed out since the last step.
+        is_spent: whether a step has used its gradient, which waits for other optimizers that hold it.
+        holders: the holdings of the optimizers that have it.
     """
 
     def __init__(self, param: Tensor, whole: Tensor | None = None) -> None:
         self._param = weakref.ref(param)
         self.weight = Parameter(param.detach().float() if whole is None else whole)
         self._version = param._version
+        self.is_lent = self.is_spent = False
+        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def param(self) -> Tensor:
@@ -46,14 +55,24 @@ class Master:
             looks: also for what torch has not counted, such as writes through ``.data``, by comparing all elements.
         """
         param = self.param
-        if looks or param._version != self._version:
+        if param._version != self._version or (looks and not self.is_lent):
             self._version = param._version
             is_written = self.weight.to(param.dtype) != param
             self.weight.copy_(torch.where(is_written, param.to(self.weight.dtype), self.weight))
 
-    def note(self) -> None:
-        """What was written to the model's weight is the master, rounded."""
+    def note_step(self) -> None:
+        """A step is done, and what was written to the model's weight is the master, rounded."""
         self._version = self.param._version
+        self.is_lent = False
+        if len(self.holders) > 1:
+            self.is_spent = True
+        else:
+            self.weight.grad = None  # which model.zero_grad() would not find
+
+    def drop_spent(self) -> None:
+        """Forget the gradient of a step that is done."""
+        if self.is_spent:
+            self.weight.grad, self.is_spent = None, False
 
 
 _masters = WeakTensorKeyDictionary()  # by the model's weight
@@ -92,8 +111,39 @@ def copy_to_model(masters: Sequence[Master]) -> None:
     """Round masters to the model's weights."""
     if masters:
         torch._foreach_copy_([master.param for master in masters], [master.weight for master in masters])
+
+
+@torch.no_grad()
+def find_writes(masters: Sequence[Master]) -> list[Tensor]:
+    """Whether weights of the model differ from their masters, rounded.
+
+    Returns:
+        Numbers, on the weights' devices, which are 0 where none does. (1,)
+    """
+    found = []
+    for chunk in _chunks(masters):
+        params = [master.param for master in chunk]
+        rounded = [torch.empty_like(param) for param in params]
+        torch._foreach_copy_(rounded, [master.weight for master in chunk])
+        torch._foreach_sub_(rounded, params)
+        found.append(torch.stack(torch._foreach_norm(rounded, float("inf"))).amax().reshape(1))
+    return found
+
+
+def _chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
+    """Those of one kind together, and no more of them than is little memory."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Master]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for master in masters:
-        master.note()
+        param = master.param
+        kind = (param.device, param.dtype)
+        if param.numel():
+            kinds.setdefault(kind, []).append(master)
+            sizes[kind] = sizes.get(kind, 0) + param.nbytes
+            if sizes[kind] >= _CHUNK_BYTES:
+                yield kinds.pop(kind)
+                del sizes[kind]
+    yield from kinds.values()
 
 
 def keep_in_checkpoints(model: Module) -> None:

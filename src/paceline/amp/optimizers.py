@@ -1,8 +1,7 @@
 """Optimizers under amp: what stands between a script's ``step`` and the optimizer's.
 
 [Note: an optimizer's own] step and zero_grad are replaced on the instance, never on its class: step is skipped after an
-overflow, and works on master weights. Parameter groups may be added, or changed by hand, at any time: what an optimizer
-holds is looked up anew in each backward.
+overflow, and works on master weights.
 
 The invariant: a step is taken with gradients that are finite, on all of an optimizer's parameters, or not at all.
 """
@@ -11,17 +10,18 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.amp.convert import HALF
 from paceline.amp.gradients import divide, move_to_masters, multiply
-from paceline.amp.masters import Master, adopt, copy_to_model, master_with
+from paceline.amp.holdings import Holdings
+from paceline.amp.masters import copy_to_model, find_writes
 from paceline.amp.ranks import Company, share
+from paceline.errors import AmpError
 
 logger = logging.getLogger("paceline.amp")
 
@@ -41,7 +41,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """
     state = state_of(optimizer)
     if state is not None:
-        state.look()
+        state.holdings.lend()
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -56,82 +56,44 @@ class OptimizerState:
         wholes: the float32 values that weights had before the model was cast, by the weights' ids.
     Attributes:
         num_skipped: steps that were not taken, because of an overflow.
+        holdings: what it steps.
+        is_in_block: whether a ``scale_loss`` of it is under way.
     """
 
     def __init__(self, optimizer: Any, session: Any, *, uses_masters: bool, wholes: Mapping[int, Tensor]) -> None:
         self.session = session
         self.num_skipped = 0
+        self.is_in_block = False
+        self.holdings = Holdings(optimizer, uses_masters=uses_masters, wholes=wholes)
         self._optimizer = weakref.ref(optimizer)
-        self._uses_masters = uses_masters
-        self._held: tuple[int, ...] | None = None  # the ids of the parameters that these two lists are of
-        self._masters: list[Master] = []
-        self._own: list[Tensor] = []
         self._scale = 1.0  # what the gradients of the model's weights are multiplied by
         self._reason: str | None = None  # to skip the next step
         self._company: Company | None = None
         self._company_key: tuple[object, ...] = ()
         self._shared: weakref.WeakSet[Any] = weakref.WeakSet()  # members of its company that know its masters
         self._num_shared = 0
-        self._take_over(optimizer, wholes)
         optimizer._amp_stash = self
         _replace(optimizer, "step", self._step)
         _replace(optimizer, "zero_grad", self._zero_grad)
 
-    # -- what it holds ------------------------------------------------------------------------------------------------
-
-    def look(self) -> tuple[list[Master], list[Tensor]]:
-        """The masters, and the parameters that have none. Weights that are new to it are given masters."""
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = tuple(id(param) for group in groups for param in group["params"])
-        if held != self._held:
-            self._masters, self._own = [], []
-            for group in groups:
-                group["params"][:] = [self._look_at(param, None) for param in group["params"]]
-            self._held = tuple(id(param) for group in groups for param in group["params"])
-        return self._masters, self._own
-
-    def held(self) -> list[Tensor]:
-        """All parameters that it steps, masters among them."""
-        masters, own = self.look()
-        return [*(master.weight for master in masters), *own]
-
-    def _look_at(self, param: Tensor, whole: Tensor | None) -> Tensor:
-        """What the optimizer is to hold for ``param``."""
-        master = master_with(param)
-        if master is None and self._uses_masters and param.dtype in HALF:
-            master = adopt(param, whole)
-        if master is None:
-            self._own.append(param)
-            return param
-        self._masters.append(master)
-        return master.weight
-
-    def _take_over(self, optimizer: Any, wholes: Mapping[int, Tensor]) -> None:
-        """Let the optimizer step masters, and its state be of their dtype."""
-        for group in optimizer.param_groups:
-            for index, param in enumerate(group["params"]):
-                held = group["params"][index] = self._look_at(param, wholes.get(id(param)))
-                if held is not param:
-                    param.grad = None  # from before there was amp
-                    if param in optimizer.state:
-                        optimizer.state[held] = optimizer.state.pop(param)
-        if optimizer.state:
-            optimizer.load_state_dict(optimizer.state_dict())
-
     def company(self) -> Company:
         """Who averages its gradients."""
-        masters, own = self.look()
-        key = (Company.key(), self._held)
+        params = self.holdings.of_model()
+        key = (Company.key(), tuple(map(id, params)))
         if self._company is None or self._company_key != key:
-            self._company, self._company_key = Company([*(master.param for master in masters), *own]), key
+            self._company, self._company_key = Company(params), key
         return self._company
 
     # -- around a backward --------------------------------------------------------------------------------------------
 
-    def prepare(self, scale: float) -> None:
-        """Bring what gradients there are to ``scale``, so that a backward can add to them."""
-        masters, own = self.look()
+    def prepare(self, scale: float, seen: set[int]) -> None:
+        """Bring what gradients there are to ``scale``, so that a backward can add to them.
+
+        Args:
+            seen: ids of weights that another optimizer has cared for, which is added to.
+        """
+        self.is_in_block = True
+        masters, _ = self.holdings.look()
         company = self.company()
         if len(masters) != self._num_shared:
             self._num_shared = len(masters)
@@ -141,29 +103,44 @@ class OptimizerState:
             for master in masters:
                 master.take_over(looks=True)
             share([master.weight for master in masters], strangers)
-        multiply([*(master.param for master in masters), *own], scale / self._scale)
+        for master in masters:
+            master.drop_spent()
+        multiply(_unseen(self.holdings.of_model(), seen), scale / self._scale)
         self._scale = scale
 
     def keep(self, scale: float) -> None:
         """Leave gradients where they are, multiplied by ``scale``."""
         self._scale = scale
+        self.is_in_block = False
 
-    def unscale(self, scale: float) -> list[Tensor]:
+    def unscale(self, scale: float, seen: set[int]) -> list[Tensor]:
         """Free gradients of ``scale``, and move those of weights that have masters to these.
 
+        Args:
+            seen: as for ``prepare``.
         Returns:
             One number a device, not 0 at an overflow. (1,)
         """
-        masters, own = self.look()
-        verdicts = [*move_to_masters(masters, scale), *divide(own, scale)]
+        masters, own = self.holdings.look()
+        verdicts = [*move_to_masters(masters, scale), *divide(_unseen(own, seen), scale)]
         self._scale = 1.0
+        self.is_in_block = False
         return verdicts
+
+    def find_writes(self) -> list[Tensor]:
+        """Whether somebody has written to the model's weights, in numbers. (1,)"""
+        return find_writes([master for master in self.holdings.look()[0] if not master.is_lent])
+
+    def follow_writes(self) -> None:
+        """Let masters be what has been written to the model's weights."""
+        for master in self.holdings.look()[0]:
+            master.take_over(looks=True)
 
     def skip_next(self, reason: str) -> None:
         """Take no step the next time that ``step`` is called. Gradients become zeros, so that what another backward
         adds to them is judged by itself."""
         self._reason = reason
-        for param in self.held():
+        for param in self.holdings.held():
             if param.grad is not None:
                 param.grad.zero_()
 
@@ -171,12 +148,13 @@ class OptimizerState:
 
     def _step(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         closure = args[0] if args else kwargs.get("closure")
-        masters, _ = self.look()
+        masters, _ = self.holdings.look()
         for master in masters:
             master.take_over()
         if closure is None:
             if self._reason is not None:
                 return self._skip()
+            self._check_unscaled()
             result = inner(*args, **kwargs)
         else:
             evaluate = self._evaluating(closure)
@@ -187,8 +165,16 @@ class OptimizerState:
                 return overflow.loss
         copy_to_model(masters)
         for master in masters:
-            master.weight.grad = None  # which model.zero_grad() would not find
+            master.note_step()
         return result
+
+    def _check_unscaled(self) -> None:
+        if self._scale != 1.0 and any(param.grad is not None for param in self.holdings.of_model()):
+            raise AmpError(
+                f"step() while gradients are still multiplied by {self._scale:g}: the last amp.scale_loss of this "
+                "optimizer had delay_unscale=True, was within no_sync, or ended in an exception. Run one that is none "
+                "of these before, or begin again with zero_grad()."
+            )
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure`` on the masters' values. An overflow at first skips the step; later, the scale has been halved,
@@ -198,10 +184,11 @@ class OptimizerState:
         def evaluate() -> Any:
             nonlocal is_first
             if not is_first:
-                copy_to_model(self.look()[0])
+                copy_to_model(self.holdings.look()[0])
             while True:
                 loss = closure()
                 if self._reason is None:
+                    self._check_unscaled()
                     is_first = False
                     return loss
                 if is_first:
@@ -219,11 +206,11 @@ class OptimizerState:
         if self.session.verbosity and (not dist.is_initialized() or dist.get_rank() == 0):
             logger.warning("%s: step skipped, %d so far.", self._reason, self.num_skipped)
         self._reason = None
-        for master in self.look()[0]:
+        for master in self.holdings.look()[0]:
             master.weight.grad = None
 
     def _zero_grad(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        masters, _ = self.look()
+        masters, _ = self.holdings.look()
         inner(*args, **kwargs)
         for master in masters:
             master.param.grad = None
@@ -236,6 +223,13 @@ class _Overflow(Exception):  # noqa: N818
     def __init__(self, loss: Any) -> None:
         super().__init__()
         self.loss = loss
+
+
+def _unseen(params: Iterable[Tensor], seen: set[int]) -> list[Tensor]:
+    """Those that are not in ``seen``, which they are added to."""
+    found = [param for param in params if id(param) not in seen]
+    seen.update(map(id, found))
+    return found
 
 
 def _replace(optimizer: Any, name: str, method: Callable[..., Any]) -> None:

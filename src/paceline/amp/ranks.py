@@ -16,6 +16,7 @@ The invariant: whether a message is sent depends on what has been wrapped, in wh
 trained, which is the same on all ranks; not on when a wrapper that is no longer used is collected, which is not.
 """
 
+import gc
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,31 @@ _numbers = itertools.count()
 
 
 def watch_for_wrappers() -> RemovableHandle:
-    """From now on, know of each DistributedDataParallel that is made. It is made after ``initialize``."""
+    """From now on, know of each DistributedDataParallel that is made."""
 
     def see(parent: Module, name: str, child: Module) -> None:  # noqa: ARG001
         if isinstance(parent, _Wrapper):
             _wrappers[parent] = next(_numbers)
 
     return register_module_module_registration_hook(see)
+
+
+def find_wrappers(models: Iterable[Module]) -> list[_Wrapper]:
+    """Know of each DistributedDataParallel that is there already, around the models or within them.
+
+    Returns:
+        Those of them that nobody has seen made, in the same order on all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    place_of = {id(param): n for n, param in enumerate(param for model in models for param in model.parameters())}
+    gc.collect()  # so that all ranks find the same ones
+    found = [each for each in gc.get_objects() if issubclass(type(each), _Wrapper) and each not in _wrappers]
+    placed = [(min(places), each) for each in found if (places := {place_of[n] for n in _ids(each) & place_of.keys()})]
+    known = [wrapper for _, wrapper in sorted(placed, key=lambda item: item[0])]
+    for wrapper in known:
+        _wrappers[wrapper] = next(_numbers)
+    return known
 
 
 class Company:

@@ -52,7 +52,8 @@ def scale_loss(
         delay_overflow_check: leave the scale alone, for a later block of this loss to lower it. A step is skipped all
             the same.
     Raises:
-        AmpError: ``initialize`` has not been called, or not with one of the optimizers; there is no such loss.
+        AmpError: ``initialize`` has not been called, or not with one of the optimizers; there is no such loss; or this
+            is within another block of one of the optimizers.
         LossScaleError: gradients have overflowed twice in a row, and the scale is at its floor. The message names the
             parameters.
     """
@@ -65,18 +66,17 @@ def scale_loss(
     if not session.properties.enabled:
         yield loss
         return
-    states = [
-        _known(optimizer) for optimizer in (optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])
-    ]
-    session = states[0].session if states else session
+    states = _states_of(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])
+    session = states[0].session
     scaler = _scaler_of(session, loss_id)
     scale = scaler.loss_scale()
     if scale == 1.0 and not scaler.dynamic and not session.properties.master_weights:
         with _casts_in_backward(session):
             yield loss.float()
         return
+    seen: set[int] = set()
     for each in states:
-        each.prepare(scale)
+        each.prepare(scale, seen)
     try:
         with _casts_in_backward(session):
             yield loss.float() * scale
@@ -96,8 +96,13 @@ def _finish(
 ) -> None:
     """Unscale, judge, and let the scale and the optimizers follow the verdict."""
     scale = scaler.loss_scale()
-    verdicts = [verdict for each in states for verdict in each.unscale(scale)]
-    is_overflow = _is_overflow(verdicts, [each.company() for each in states])
+    seen: set[int] = set()
+    verdicts = [verdict for each in states for verdict in each.unscale(scale, seen)]
+    writes = [found for each in states for found in each.find_writes()]
+    is_overflow, is_written = _judge(verdicts, writes, [each.company() for each in states])
+    if is_written:
+        for each in states:
+            each.follow_writes()
     is_stuck = is_last and scaler.update(is_overflow=is_overflow or scaler.is_overflow_pending)
     scaler.is_overflow_pending = not is_last and (is_overflow or scaler.is_overflow_pending)
     explanation = _explain(session, scaler, loss_id, states) if is_stuck else ""
@@ -108,19 +113,22 @@ def _finish(
         raise LossScaleError(explanation)
 
 
-def _is_overflow(verdicts: Sequence[Tensor], companies: Sequence[Company]) -> bool:
-    """The host waits for the device here, once."""
+def _judge(verdicts: Sequence[Tensor], writes: Sequence[Tensor], companies: Sequence[Company]) -> tuple[bool, bool]:
+    """Whether there is an overflow, on any rank, and a write, on this one. The host waits for the device here, once."""
     device = verdicts[0].device if verdicts else torch.get_default_device()
-    verdict = torch.zeros(1, device=device)
-    for each in verdicts:
-        verdict += each.to(device)
+    overflow, written = torch.zeros(1, device=device), torch.zeros(1, device=device)
+    for verdict in verdicts:
+        overflow += verdict.to(device)
+    for each in writes:
+        written += each.to(device)  # what is no number stays none
     for company in companies:
-        verdict = company.agree(verdict)
-    return bool(verdict.item())
+        overflow = company.agree(overflow)
+    is_overflow, is_written = torch.cat([overflow, written]).tolist()
+    return bool(is_overflow), bool(is_written)
 
 
 def _explain(session: Session, scaler: LossScaler, loss_id: int, states: Sequence[OptimizerState]) -> str:
-    held = [param for each in states for param in each.held()]
+    held = [param for each in states for param in each.holdings.held()]
     broken = list(dict.fromkeys(session.names_of([param for param in held if not is_finite(param)])))
     shown = ", ".join(broken[:8]) + (f" and {len(broken) - 8} more" if len(broken) > 8 else "")
     where = f"On this rank, gradients of {shown} are not finite" if broken else "This rank's gradients are finite"
@@ -138,6 +146,19 @@ def _casts_in_backward(session: Session) -> Iterator[None]:
     needs_mode = session.properties.patch_torch_functions and any(device_type_of(m) == "cpu" for m in session.models)
     with CpuCasts() if needs_mode else contextlib.nullcontext():
         yield
+
+
+def _states_of(optimizers: Sequence[Any]) -> list[OptimizerState]:
+    """Each once."""
+    found = list({id(each): each for each in map(_known, optimizers)}.values())
+    if not found:
+        raise AmpError("amp.scale_loss without an optimizer: pass those whose parameters this backward reaches.")
+    if any(each.is_in_block for each in found):
+        raise AmpError(
+            "amp.scale_loss within another one of the same optimizer, which would divide its gradients twice. End the "
+            "first block before; or add the losses up."
+        )
+    return found
 
 
 def _known(optimizer: Any) -> OptimizerState:
