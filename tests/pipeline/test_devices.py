@@ -384,7 +384,7 @@ def test_models_that_cannot_be_cut_are_refused(model, message):
 @pytest.fixture
 def two_devices(monkeypatch):
     """torch tells ``cpu:0`` from ``cpu``, and copies between them, as between devices."""
-    monkeypatch.setattr("paceline.pipeline.pipeline.as_device", torch.device)
+    monkeypatch.setattr("paceline.pipeline.layout.as_device", torch.device)
     return ["cpu", "cpu:0"]
 
 

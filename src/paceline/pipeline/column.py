@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.pipeline.links import Links
+from paceline.errors import PipelineError
+from paceline.pipeline.links import Links, Way
 from paceline.pipeline.schedule import Action
 from paceline.pipeline.stage import Parcel
 
@@ -20,6 +21,7 @@ class ToRanks:
 
     Attributes:
         sizes: of the microbatches of this step, once they are known.
+        trains: whether this step does.
     """
 
     def __init__(self, links: Links, num_stages: int, num_lanes: int, lane: int) -> None:
@@ -29,20 +31,26 @@ class ToRanks:
         self._lane = lane
         self._kept: dict[Action, Any] = {}  # for this rank's own stages, or come before its time
         self.sizes: tuple[int, ...] = ()
+        self.trains = False
 
     def await_sizes(self) -> tuple[int, ...]:
-        """What the first stage says of this step: with the first parcel that comes."""
+        """What the first stage says of this step: with the first parcel that comes.
+
+        Raises:
+            PipelineError: it trains, and this lane evaluates, or the reverse.
+        """
         first = Action("F", self._lane - 1, 0)
         self._kept[first] = self.take(first)
         return self.sizes
 
     def give(self, made_by: Action, value: Any) -> None:
         """Keep it, or send it, as the needing stage is here or elsewhere."""
-        to = self._lane_of(made_by.stage + (1 if made_by.kind == "F" else -1))
+        to = self._lane_after(made_by)
         if to == self._lane:
             self._kept[made_by] = value
         elif isinstance(value, Parcel):
-            self._links.send(to, self._tag(made_by), (self.sizes, value.shell, value.wanted), value.tensors)
+            told = (self.trains, self.sizes, value.shell, value.wanted)
+            self._links.send(to, self._tag(made_by), told, value.tensors)
         else:
             there = tuple(grad is not None for grad in value)
             self._links.send(to, self._tag(made_by), there, [grad for grad in value if grad is not None])
@@ -53,10 +61,29 @@ class ToRanks:
             return self._kept.pop(made_by)
         shell, tensors = self._links.receive(self._lane_of(made_by.stage), self._tag(made_by))
         if made_by.kind == "F":
-            self.sizes, inner, wanted = shell
+            trains, self.sizes, inner, wanted = shell
+            if trains != self.trains:
+                calls = {True: "model.forward_backward(...)", False: "model(...)"}
+                raise PipelineError(
+                    f"lane {self._lane} has called {calls[self.trains]}, but lane {self._lane_of(made_by.stage)} "
+                    f"{calls[trains]}. All ranks must call the same."
+                )
             return Parcel(inner, tensors, wanted)
         coming = iter(tensors)
         return [next(coming) if is_there else None for is_there in shell]
+
+    def ways(self) -> list[Way]:
+        """Those on which other lanes may wait for this one."""
+        own = range(self._lane, self._num_stages, self._num_lanes)
+        made = [Action(kind, stage, 0) for stage in own for kind in ("F", "B")]
+        ends = Action("B", 0, 0), Action("F", self._num_stages - 1, 0)
+        ways = [Way(self._lane_after(action), self._tag(action)) for action in made if action not in ends]
+        if self._lane == self._num_lanes - 1:
+            ways += [Way(lane, tag) for lane in range(self._lane) for tag in (OUTPUT_TAG, _LOSS_TAG)]
+        return [way for way in ways if way.to != self._lane]
+
+    def _lane_after(self, made_by: Action) -> int:
+        return self._lane_of(made_by.stage + (1 if made_by.kind == "F" else -1))
 
     def _lane_of(self, stage: int) -> int:
         return stage % self._num_lanes

@@ -35,13 +35,15 @@ class Batch:
         calls: the model's arguments for each microbatch, where the first stage is.
         loss: takes the model's output and what is in ``targets``.
         targets: for each microbatch, where the last stage is, in training.
-        weights: of each microbatch's loss in the gradient, there too.
+        weights: of each microbatch's loss in that of the batch, there too.
+        scale: of the gradients.
     """
 
     calls: Sequence[Call] = ()
     loss: Callable[..., Tensor] | None = None
     targets: Sequence[tuple[Any, ...]] = ()
     weights: Sequence[float] = ()
+    scale: float = 1.0
 
 
 @dataclass
@@ -85,6 +87,8 @@ def run_lane(
     Raises:
         Exception: of the first action that failed, of its own type, with its place in the message.
     """
+    for stage in stages.values():
+        stage.begin()
     results = Results()
     last = schedule.num_stages - 1
     for action in schedule.lanes[lane]:
@@ -125,10 +129,11 @@ def _forward(stage: Stage, microbatch: int, needed: Any, batch: Batch, *, keeps:
     if is_last:
         loss, target = batch.loss, batch.targets[microbatch]
         assert loss is not None
-        return stage.last(microbatch, needed, lambda output: loss(output, *target))
+        counts = batch.weights[microbatch] != 0
+        return stage.last(microbatch, needed, (lambda output: loss(output, *target)) if counts else None)
     return stage.first(microbatch, needed) if stage.number == 0 else stage.forward(microbatch, needed)
 
 
 def _weight_of(results: Results, batch: Batch, microbatch: int) -> Grads:
     """The gradient with which a microbatch's backward begins."""
-    return [torch.full_like(results.losses[microbatch], batch.weights[microbatch])]
+    return [torch.full_like(results.losses[microbatch], batch.weights[microbatch] * batch.scale)]

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import PipelineError
-from paceline.parallel import gather
 from paceline.parallel.data_parallel.apply import run
 from paceline.pipeline.clock import Placed
 from paceline.pipeline.lanes import Batch, Results, run_lane
@@ -102,8 +101,10 @@ class DeviceRunner:
         self._terms = terms
         self._devices = devices
         self.stages = [
-            Stage(number, cut.part(number), devices[number % len(devices)]) for number in range(terms.num_stages)
+            Stage(number, cut.part(number), devices[number % len(devices)], cut.root)
+            for number in range(terms.num_stages)
         ]
+        self._check = cut.model.check
         _place(self.stages)
         self._copies = CopiesOnDevices(self.stages)
         self.times: list[Placed] = []
@@ -112,9 +113,10 @@ class DeviceRunner:
     def output_device(self) -> torch.device:
         return self.stages[-1].device
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, scale: float) -> Tensor:
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, scale: float | None) -> Tensor:
         """Loss and gradients of a batch; see ``Pipeline.forward_backward``."""
         terms = self._terms
+        self._check(args, kwargs)
         sizes = terms.sizes(args, kwargs)
         calls, targets = terms.calls(args, kwargs, sizes), terms.targets(target, sizes)
         counts = terms.counts(calls, targets, sizes)
@@ -123,7 +125,8 @@ class DeviceRunner:
             moved(calls, self.stages[0].device),
             terms.loss,
             moved(targets, self.output_device),
-            [weight * scale for weight in weights],
+            weights,
+            1.0 if scale is None else scale,
         )
         self._copies.spread(is_differentiable=False)
         try:
@@ -136,15 +139,17 @@ class DeviceRunner:
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output; with a graph through all stages, where gradients are enabled."""
+        self._check(args, kwargs)
         sizes = self._terms.sizes(args, kwargs)
-        batch = Batch(moved(self._terms.calls(args, kwargs, sizes), self.stages[0].device))
+        calls = self._terms.calls(args, kwargs, sizes)
+        batch = Batch(moved(calls, self.stages[0].device))
         self._copies.spread(is_differentiable=torch.is_grad_enabled())
         try:
             results = self._run(self._terms.schedule(len(sizes)).forward_only(), batch, keeps=False)
         finally:
             self._copies.drop()
         outputs = next(result.outputs for result in results if result.outputs)
-        return gather(outputs, self.output_device, self._terms.dim)
+        return self._terms.joined(outputs, calls, sizes, self.output_device)
 
     def switch(self, mode: bool) -> None:
         """To training, or to evaluation."""

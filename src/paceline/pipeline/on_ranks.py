@@ -9,16 +9,16 @@ The invariant: all ranks of a column run the same schedule; a lane's replicas av
 import contextlib
 import functools
 import math
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from paceline.errors import PipelineError
-from paceline.parallel import gather
 from paceline.pipeline.clock import Placed
 from paceline.pipeline.column import OUTPUT_TAG, ToRanks, first_tag_for_ties, share_loss, share_outputs
 from paceline.pipeline.groups import make_groups
@@ -47,6 +47,7 @@ class RankRunner:
     def __init__(self, cut: Cut, terms: Terms, layout: Layout, device: torch.device) -> None:
         rank = dist.get_rank()
         self._terms = terms
+        self._check = cut.model.check
         self._lane, self._replica = layout.place_of(rank)
         self._layout = layout
         self.device = device
@@ -54,21 +55,17 @@ class RankRunner:
         users = users_of(cut.root, parts)
         lanes_of = {key: sorted({stage % layout.num_lanes for stage in stages}) for key, stages in users.items()}
         ties = find_ties(cut.root.named_parameters(), lanes_of)
-        self.homes = {
-            name: lanes_of[id(tensor)][0]
-            for name, tensor in cut.root.state_dict(keep_vars=True).items()
-            if id(tensor) in lanes_of
-        }
+        self._homes = _homes_of(cut.root, parts, lanes_of, layout.num_lanes)
         self.tied_elsewhere = {id(tie.param) for tie in ties if tie.users[0] != self._lane}
         release(cut.root, {key for key, lanes in lanes_of.items() if self._lane in lanes})
         own = range(self._lane, terms.num_stages, layout.num_lanes)
-        self.stages = {number: Stage(number, parts[number], device) for number in own}
+        self.stages = {number: Stage(number, parts[number], device, cut.root) for number in own}
         moved_to_device: set[int] = set()
         for part in (*(stage.part for stage in self.stages.values()), cut.root):
             move(part, device, moved_to_device)
         self.column, row = make_groups(layout, rank)
-        self.replicas = Replicas(self.stages, row)
-        self.links = Links(self.column, device)
+        self.replicas = Replicas(self.stages, terms.loss if self._is_last else None, row)
+        self.links = Links(self.column, layout.column(self._replica), device)
         self._carrier = ToRanks(self.links, terms.num_stages, layout.num_lanes, self._lane)
         self._ties = TiesOverRanks(ties, self._lane, self.links, first_tag_for_ties(terms.num_stages))
         self._ties.make_equal()
@@ -83,17 +80,18 @@ class RankRunner:
     def _is_last(self) -> bool:
         return self._lane == self._layout.num_lanes - 1
 
-    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, scale: float) -> Tensor:
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, scale: float | None) -> Tensor:
         """Loss and gradients of this column's batch; see ``Pipeline.forward_backward``."""
-        with self._unbroken():
+        with self._unbroken(trains=True):
             self._ties.begin()
             sizes, calls = self._cut(args, kwargs)
             batch, weights = Batch(calls), []
             if self._is_last:
                 targets = self._terms.targets(target, sizes)
                 weights = self._weights(calls or self._given_calls(args, kwargs, sizes), targets, sizes)
-                factors = [weight * scale for weight in weights]
-                batch = Batch(calls, self._terms.loss, moved(targets, self.device), factors)
+                batch = Batch(
+                    calls, self._terms.loss, moved(targets, self.device), weights, 1.0 if scale is None else scale
+                )
             schedule = self._terms.schedule(len(sizes))
             around = functools.partial(self.replicas.around, schedule=schedule, lane=self._lane)
             results = run_lane(schedule, self._lane, self.stages, batch, self._carrier, keeps=True, around=around)
@@ -104,25 +102,36 @@ class RankRunner:
                 if self.replicas.size > 1:
                     loss = loss.new_tensor(self.replicas.total(float(loss), self.device) / self.replicas.size)
             self._ties.add_up()
+            if scale is not None:
+                self._spread_overflow()
             told = share_loss(self.links, self._lane, self._layout.num_lanes, loss)
             self.links.finish()
             return told
 
     def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output for this column's batch, without gradients, on all its ranks."""
-        with self._unbroken(), torch.no_grad():
+        with self._unbroken(trains=False), torch.no_grad():
             sizes, calls = self._cut(args, kwargs)
             schedule = self._terms.schedule(len(sizes)).forward_only()
             results = run_lane(schedule, self._lane, self.stages, Batch(calls), self._carrier, keeps=False)
             self.times = results.times
-            output = gather(results.outputs, self.device, self._terms.dim) if self._is_last else None
+            output = None
+            if self._is_last:
+                given = calls or self._given_calls(args, kwargs, sizes)
+                output = self._terms.joined(results.outputs, given, sizes, self.device)
             shell, tensors = share_outputs(self.links, self._lane, self._layout.num_lanes, *take_apart(output))
             self.links.finish()
             return put_together(shell, tensors)
 
+    def __reduce__(self) -> Any:
+        raise PipelineError(
+            f"rank {dist.get_rank()}: a pipeline over ranks holds process groups, so it can be neither copied nor "
+            "pickled. Save full_state_dict(), and build it anew."
+        )
+
     def gather_state(self, own: dict[str, Any]) -> dict[str, Any]:
         """The states of all lanes, each entry from its home. A collective call of the column."""
-        kept = {name: value for name, value in own.items() if self.homes.get(name, self._lane) == self._lane}
+        kept = {name: value for name, value in own.items() if self._homes.get(name) == self._lane}
         lanes: list[dict[str, Any]] = []
         for lane in range(self._layout.num_lanes):
             shell, tensors = take_apart(kept)
@@ -130,13 +139,12 @@ class RankRunner:
                 for other in range(self._layout.num_lanes):
                     if other != lane:
                         self.links.send(other, OUTPUT_TAG, shell, tensors)
-                lanes.append({name: tensor.detach().cpu() for name, tensor in kept.items()})
             else:
                 shell, tensors = self.links.receive(lane, OUTPUT_TAG)
-                lanes.append(put_together(shell, [tensor.cpu() for tensor in tensors]))
+            lanes.append(put_together(shell, [tensor.detach().cpu() for tensor in tensors]))
             self.links.finish()
         together = {name: value for lane in lanes for name, value in lane.items()}
-        return {name: together[name] for name in self.homes if name in together}
+        return {name: together[name] for name in self._homes if name in together}
 
     def switch(self, mode: bool) -> None:
         """To training, or to evaluation."""
@@ -150,10 +158,22 @@ class RankRunner:
         return list(self.stages.values())
 
     def all_times(self) -> list[Placed]:
-        """Of the last step, of all lanes. A collective call of the column."""
+        """Of the last step, of all lanes, by the clocks on the wall. A collective call of the column."""
+        shift = time.time() - time.perf_counter()  # each host counts from a beginning of its own
+        own = [item._replace(begin=item.begin + shift, end=item.end + shift) for item in self.times]
         told: list[list[Placed]] = [[]] * self._layout.num_lanes
-        dist.all_gather_object(told, self.times, group=self.column)
+        dist.all_gather_object(told, own, group=self.column)
         return [item for times in told for item in times]
+
+    def _spread_overflow(self) -> None:
+        """An infinity or NaN in one lane's gradients becomes one in all, so that their GradScalers skip alike."""
+        grads = [param.grad for stage in self.stages.values() for param in stage.part.parameters()]
+        found = [grad for grad in grads if grad is not None]
+        is_finite = bool(torch.nn.utils.get_total_norm(found, math.inf).isfinite()) if found else True
+        overflows = torch.tensor([not is_finite], dtype=torch.uint8)
+        dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.column)
+        if overflows and is_finite and found:
+            found[0].view(-1)[:1] = math.inf
 
     def norm_of(self, params: Sequence[Parameter], norm_type: float) -> Tensor:
         """Of the gradients of all lanes, each tied parameter counted once. A collective call of the column."""
@@ -172,7 +192,8 @@ class RankRunner:
         """How the batch is cut; and on the first rank, into what."""
         if not self._is_first:
             return self._carrier.await_sizes(), []
-        sizes = self._terms.sizes(args, kwargs)
+        self._check(args, kwargs)
+        sizes = self._terms.sizes(args, kwargs, f"rank {dist.get_rank()}, which runs the first stage: ")
         self._carrier.sizes = sizes
         return sizes, moved(self._terms.calls(args, kwargs, sizes), self.device)
 
@@ -192,7 +213,7 @@ class RankRunner:
         return [weight * self.replicas.size for weight in weights_of(counts, total)]
 
     @contextlib.contextmanager
-    def _unbroken(self) -> Iterator[None]:
+    def _unbroken(self, *, trains: bool) -> Iterator[None]:
         """Refuse to go on after a step that has failed: the other ranks' messages are still on their way."""
         if self._is_broken:
             raise PipelineError(
@@ -200,11 +221,27 @@ class RankRunner:
                 "Start them anew from the last checkpoint."
             )
         self._is_broken = True
+        self._carrier.trains = trains
         try:
             yield
-            self._is_broken = False
-        finally:
-            if self._is_broken:
-                self._ties.restore()
-                for stage in self.stages.values():
-                    stage.forget()
+        except BaseException as failure:
+            self.links.fail(failure, [*self._carrier.ways(), *self._ties.ways()])
+            self._ties.restore()
+            for stage in self.stages.values():
+                stage.forget()
+            raise
+        self._is_broken = False
+
+
+def _homes_of(root: Module, parts: Sequence[Module], lanes_of: dict[int, list[int]], num_lanes: int) -> dict[str, int]:
+    """The lane from which each entry of the model's state is taken: where the tensor is, or else its module."""
+    lane_of_module: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        for module in part.modules():
+            lane_of_module.setdefault(id(module), number % num_lanes)
+    modules = dict(root.named_modules())
+    homes: dict[str, int] = {}
+    for name, value in root.state_dict(keep_vars=True).items():
+        owner = modules.get(name.rpartition(".")[0], root)
+        homes[name] = lanes_of[id(value)][0] if id(value) in lanes_of else lane_of_module.get(id(owner), 0)
+    return homes

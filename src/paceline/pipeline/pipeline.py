@@ -5,6 +5,7 @@ schedule; names in checkpoints are the undivided model's.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,20 +14,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from paceline import world
 from paceline.errors import PipelineError
-from paceline.parallel.data_parallel.devices import DeviceLike, all_devices, as_device
+from paceline.parallel.compiling import not_compiled_within
+from paceline.parallel.data_parallel.devices import DeviceLike
 from paceline.parallel.data_parallel.weights import Count, Loss, Weighing
 from paceline.pipeline.activations import measure_activations
-from paceline.pipeline.clock import bubble_fraction
-from paceline.pipeline.groups import agree, from_first
-from paceline.pipeline.layout import Layout, Ranks, make_layout
+from paceline.pipeline.agreement import agree_on_model, from_first
+from paceline.pipeline.clock import Placed, bubble_fraction
+from paceline.pipeline.layout import Layout, Ranks, choose_lanes, device_of_this_rank
 from paceline.pipeline.on_devices import DeviceRunner
 from paceline.pipeline.on_ranks import RankRunner
 from paceline.pipeline.picture import draw_placed
 from paceline.pipeline.schedule import Rule, Schedule
-from paceline.pipeline.stages import Balance, Cut, Example, choose_ranges, open_model
+from paceline.pipeline.stages import Balance, Cut, choose_ranges, open_model
 from paceline.pipeline.terms import NO_TARGET, Terms, own_loss
+from paceline.pipeline.tracing import Example
 
 
 class Pipeline(Module):
@@ -89,7 +91,7 @@ class Pipeline(Module):
         dim: int = 0,
     ) -> None:
         super().__init__()
-        lanes = _choose_lanes(devices, ranks)
+        lanes = choose_lanes(devices, ranks)
         num_lanes = lanes.num_lanes if isinstance(lanes, Layout) else len(lanes)
         if isinstance(module, Module):
             per_lane = stages_per_lane or (2 if schedule == "interleaved" else 1)
@@ -103,26 +105,33 @@ class Pipeline(Module):
         whole = terms.schedule(microbatches)
         example = None if example is None else Example.of(example)
         root, model = open_model(module, balance, example)
-        device = _device_of_this_rank() if isinstance(lanes, Layout) else lanes[0]
+        device = device_of_this_rank() if isinstance(lanes, Layout) else lanes[0]
 
         def choose() -> tuple[range, ...]:
             return choose_ranges(model, num_stages, balance, example, whole, device)
 
         # What one rank measures, all take: their own measures would differ.
-        ranges = from_first(choose) if isinstance(lanes, Layout) else choose()
+        if isinstance(lanes, Layout):
+            agree_on_model(root, model.units, terms)
+            ranges = from_first(choose)
+        else:
+            ranges = choose()
         cut = Cut(root, model, ranges)
         self.units = cut.units
         self._schedule = whole
         self._names = list(root.state_dict())
         if isinstance(lanes, Layout):
-            agree(_what_is_built(root, terms), _first_difference)
             self._runner: DeviceRunner | RankRunner = RankRunner(cut, terms, lanes, device)
         else:
             self._runner = DeviceRunner(cut, terms, lanes)
         self.module = root
+        first = root if isinstance(module, Module) else module[0]
+        self._takes_scale = "scale" in inspect.signature(first.forward).parameters
+        self.training = root.training
 
+    @not_compiled_within
     def forward_backward(
-        self, *inputs: Any, target: Any = NO_TARGET, scale: float | Tensor = 1.0, **kwargs: Any
+        self, *inputs: Any, target: Any = NO_TARGET, scale: float | Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """Compute loss and gradients of a batch, microbatch by microbatch.
 
@@ -133,13 +142,15 @@ class Pipeline(Module):
             inputs, kwargs: what the module is called with; tensors of size N along ``dim`` are cut, those without
                 dimensions, and what is no tensor, go to each microbatch whole.
             target: cut likewise, and passed to the loss after the output; left out, so is the argument.
-            scale: of the gradients, not of the result.
+            scale: of the gradients, not of the result: 1 / k where k batches make one step, or a GradScaler's. Where it
+                is given, gradients that overflow on one rank overflow on all, so that their GradScalers agree.
         Returns:
             The loss of the whole batch, that of all replicas, a scalar without gradient: on the last stage's device,
             and over ranks on each rank.
         Raises:
-            PipelineError: gradients are not enabled, the loss is no scalar, an earlier step failed, or tied weights
-                have parted.
+            PipelineError: gradients are not enabled, the loss is no scalar, the model takes a ``scale``, too, an
+                earlier step failed, or tied weights have parted.
+            PeerError: another rank failed.
             DataError: sizes of inputs and targets do not agree.
             Exception: what a stage raised, of the same type, with stage and microbatch in its message.
         """
@@ -148,10 +159,16 @@ class Pipeline(Module):
                 "forward_backward computes gradients, which no_grad or inference_mode forbids here. Call the pipeline "
                 "itself for outputs alone."
             )
-        return self._runner.train(inputs, kwargs, target, float(scale))
+        if scale is not None and self._takes_scale:
+            raise PipelineError(
+                "the model's forward has an argument `scale`, and so has forward_backward. Pass the model's by "
+                "position."
+            )
+        return self._runner.train(inputs, kwargs, target, None if scale is None else float(scale))
 
+    @not_compiled_within
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch.
+        """The model's output for a batch; its loss, where the model returns that.
 
         On devices, ``loss.backward()`` works as ever, with all forwards before all backwards. Over ranks there is no
         graph; the output is on every rank of the column.
@@ -179,18 +196,30 @@ class Pipeline(Module):
     def measured_bubble(self) -> float:
         """The share of the lanes' time in which they waited, in the last step; over ranks, a collective call.
 
-        On accelerators it is the host's time that is measured.
+        On accelerators it is the host's time that is measured. Times of several hosts are compared by their clocks.
 
         Returns:
             Between 0 and 1; ``clock.bubble_fraction`` of the schedule is what to expect.
+        Raises:
+            PipelineError: no step has been run.
         """
-        return bubble_fraction(self._runner.all_times(), len(self._schedule.lanes))
+        return bubble_fraction(self._last_times(), len(self._schedule.lanes))
 
     def draw_last_step(self) -> str:
-        """The last step as it ran, as an SVG; over ranks, a collective call."""
-        times, num_lanes = self._runner.all_times(), len(self._schedule.lanes)
+        """The last step as it ran, as an SVG; over ranks, a collective call.
+
+        Raises:
+            PipelineError: no step has been run.
+        """
+        times, num_lanes = self._last_times(), len(self._schedule.lanes)
         title = f"{self._schedule.name}, measured: bubble {bubble_fraction(times, num_lanes):.1%}"
         return draw_placed(times, num_lanes, title)
+
+    def _last_times(self) -> list[Placed]:
+        times = self._runner.all_times()
+        if not times:
+            raise PipelineError("no step has been run yet, so none has been measured.")
+        return times
 
     @contextlib.contextmanager
     def measure_bytes(self) -> Iterator[dict[int, int]]:
@@ -250,49 +279,32 @@ class Pipeline(Module):
             RuntimeError: as torch's, for names that no stage has, or lacks.
             PipelineError: ``assign``, which would leave stages with the parameters that they had.
         """
-        if assign:
-            raise PipelineError("assign=True would replace parameters that stages hold. Load without it.")
-        own = set(self.module.state_dict())
-        elsewhere = set(self._names) - own
+        _refuse_to_assign(assign)
+        elsewhere = self._names_elsewhere()
         mine = {name: value for name, value in state_dict.items() if name not in elsewhere}
         return self.module.load_state_dict(mine, strict)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *args: Any
+    ) -> None:
+        """As part of another module that is loaded."""
+        _refuse_to_assign(local_metadata.get("assign_to_params_buffers", False))
+        elsewhere = self._names_elsewhere()
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            value, name = state_dict.pop(key), key[len(prefix) :]
+            if name not in elsewhere:
+                state_dict[f"{prefix}module.{name}"] = value
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _names_elsewhere(self) -> set[str]:
+        """Of what the undivided model holds and this process does not."""
+        return set(self._names) - set(self.module.state_dict())
 
     def extra_repr(self) -> str:
         names = (f"stage {number}: {', '.join(units)}" for number, units in enumerate(self.units))
         return "\n".join([f"{self._schedule.name}, {self._schedule.num_microbatches} microbatches", *names])
 
 
-def _choose_lanes(devices: Sequence[DeviceLike] | None, ranks: Ranks | None) -> "Layout | list[torch.device]":
-    if devices is not None and ranks is not None:
-        raise PipelineError("devices and ranks are both given; expected the devices of one process, or ranks.")
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    if devices is None and (ranks is not None or world_size > 1):
-        if not dist.is_initialized():
-            raise PipelineError("ranks are given, but there is no process group. Call paceline.init() first.")
-        return make_layout(list(range(world_size)) if ranks is None else ranks, world_size)
-    chosen = all_devices() if devices is None else [as_device(device) for device in devices]
-    if not chosen:
-        raise PipelineError("there is no accelerator here, and no devices are given; say devices=['cpu', 'cpu'].")
-    return chosen
-
-
-def _device_of_this_rank() -> torch.device:
-    here = world.current()
-    return torch.device("cpu") if here is None else here.device
-
-
-def _what_is_built(root: Module, terms: Terms) -> dict[str, Any]:
-    state = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in root.state_dict().items()}
-    rule = terms.rule if isinstance(terms.rule, str) else getattr(terms.rule, "__qualname__", "a function")
-    said = {"schedule": rule, "microbatches": terms.num_microbatches, "lanes": terms.num_lanes, "dim": terms.dim}
-    return {**said, "stages": terms.num_stages, **{f"{name!r}": value for name, value in state.items()}}
-
-
-def _first_difference(rank: int, theirs: dict[str, Any], firsts: dict[str, Any]) -> str | None:
-    for name in [*firsts, *theirs]:
-        if theirs.get(name, "nothing") != firsts.get(name, "nothing"):
-            return (
-                f"rank {rank} has {theirs.get(name, 'nothing')} for {name}, but rank 0 has "
-                f"{firsts.get(name, 'nothing')}. Build the same pipeline on every rank."
-            )
-    return None
+def _refuse_to_assign(assign: bool) -> None:
+    if assign:
+        raise PipelineError("assign=True would replace parameters that stages hold. Load without it.")

@@ -7,18 +7,14 @@ stage takes one value and returns one; the first takes the model's arguments.
 The invariant: the stages, one after the other, compute what the model computes, with the model's own parameters.
 """
 
-import dis
-import inspect
-import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import fx
 from torch.nn import Module, ModuleList, Sequential
 
 from paceline.errors import PlanError
+from paceline.pipeline.tracing import Example, Tracing, is_left_whole
 
 
 class Model(Protocol):
@@ -33,6 +29,9 @@ class Model(Protocol):
     def stage(self, units: range) -> Module:
         """The module that computes these units."""
 
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuse arguments with which these stages would not compute what the model does."""
+
 
 class Row:
     """A Sequential, with Sequentials in it flattened."""
@@ -44,17 +43,21 @@ class Row:
     def stage(self, units: range) -> Module:
         return Sequential(*(self._children[unit][1] for unit in units))
 
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Its first child takes what it takes."""
+
 
 def _flat(module: Sequential, prefix: str) -> Iterator[tuple[str, Module]]:
     for name, child in module._modules.items():  # ``named_children`` leaves out what comes again, such as one ReLU
         assert child is not None
-        if type(child) is Sequential and len(child) > 0 and not _has_hooks(child):
+        if type(child) is Sequential and len(child) > 0 and not has_hooks(child):
             yield from _flat(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
 
 
-def _has_hooks(module: Module) -> bool:
+def has_hooks(module: Module) -> bool:
+    """Whether calling it does more than its ``forward``."""
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
@@ -64,28 +67,22 @@ class Traced:
     Args:
         starts: names of the modules before whose call it may be cut, besides the end of the last of them; by default
             the members of its largest ModuleList or Sequential.
-        num_args: how many positional arguments it is called with; by default those without a default.
-        keywords: names of those that are passed by keyword.
+        example: of its arguments; by default those that have no default.
     Raises:
         PlanError: there are no blocks, it cannot be traced, or a block is not called once.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        starts: Sequence[str] | None = None,
-        num_args: int | None = None,
-        keywords: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, module: Module, starts: Sequence[str] | None = None, example: Example | None = None) -> None:
         blocks = list(starts) if starts is not None else _blocks_of(module)
-        followed = [part for name, part in module.named_modules() if not _is_leaf(name, blocks)]
+        followed = [part for name, part in module.named_modules() if not is_left_whole(name, blocks)]
         before = [part.training for part in followed]
+        self._tracing = Tracing(module, blocks, example)
         self._graphs: dict[bool, tuple[fx.Graph, dict[fx.Node, int]]] = {}
         try:
             for mode in (True, False):  # what forward does with `self.training` is fixed when it is traced
                 for part in followed:
                     part.training = mode
-                graph = _trace(module, blocks, num_args, keywords)
+                graph = self._tracing.graph()
                 self._graphs[mode] = graph, _units_of(graph, blocks, ends_last=starts is None)
         finally:
             for part, mode in zip(followed, before, strict=True):
@@ -97,73 +94,23 @@ class Traced:
         modes = {mode: _part_of(self._module, graph, of, units) for mode, (graph, of) in self._graphs.items()}
         if modes[True].code == modes[False].code:
             return modes[True]
-        return _ByMode(modes[True], modes[False])
+        return _ByMode(modes[True], modes[False], self._module.training)
+
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._tracing.check(args, kwargs)
 
 
 class _ByMode(Module):
     """A part that computes something else in evaluation."""
 
-    def __init__(self, training: Module, evaluation: Module) -> None:
+    def __init__(self, in_training: Module, in_evaluation: Module, mode: bool) -> None:
         super().__init__()
-        self.in_training = training
-        self.in_evaluation = evaluation
+        self.in_training = in_training
+        self.in_evaluation = in_evaluation
+        self.training = mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.in_training if self.training else self.in_evaluation)(*args, **kwargs)
-
-
-class _Tracer(fx.Tracer):
-    def __init__(self, blocks: Sequence[str]) -> None:
-        super().__init__()
-        self._blocks = blocks
-
-    def is_leaf_module(self, m: Module, module_qualified_name: str) -> bool:  # noqa: ARG002  # torch's signature
-        return _is_leaf(module_qualified_name, self._blocks)
-
-    def to_bool(self, obj: fx.Proxy) -> bool:
-        """Let assertions pass, to be checked when the stage runs; torch's own way knows but the simplest of them."""
-        frame = sys._getframe(2)  # that of ``assert``, past ``Proxy.__bool__``
-        if not _asserts(frame):
-            return super().to_bool(obj)
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.create_proxy("call_function", torch._assert, (obj, f"the assertion at {where} failed"), {})
-        return True
-
-
-def _is_leaf(name: str, blocks: Sequence[str]) -> bool:
-    """Whether the module of that name is left whole: it holds no block. The model itself, "", never is."""
-    return name != "" and not any(block.startswith(f"{name}.") for block in blocks)
-
-
-def _asserts(frame: FrameType) -> bool:
-    """Whether the frame is asking for a truth value in order to assert it."""
-    coming = [step for step in dis.get_instructions(frame.f_code) if step.offset >= frame.f_lasti]
-    names = [step.opname for step in coming if step.opname not in ("TO_BOOL", "CACHE", "NOP", "NOT_TAKEN")][:2]
-    return (
-        len(names) == 2
-        and names[0].startswith("POP_JUMP")
-        and names[0].endswith("IF_TRUE")
-        and names[1] in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
-    )
-
-
-def _trace(module: Module, blocks: Sequence[str], num_args: int | None, keywords: Sequence[str]) -> fx.Graph:
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    fixed = {
-        parameter.name: parameter.default
-        for number, parameter in enumerate(parameters)
-        if parameter.default is not parameter.empty
-        and parameter.name not in keywords
-        and (num_args is None or number >= num_args)
-    }
-    try:
-        graph = _Tracer(blocks).trace(module, concrete_args=fixed or None)
-    except Exception as error:
-        raise PlanError(
-            f"{type(module).__name__}.forward cannot be followed, so the model cannot be cut: {error}. Give a list of "
-            "stages, each a module that takes what the one before it returns."
-        ) from error
-    return graph
 
 
 def _units_of(graph: fx.Graph, blocks: Sequence[str], *, ends_last: bool) -> dict[fx.Node, int]:

@@ -19,7 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Module
 
 from paceline.errors import PipelineError
-from paceline.pipeline.values import put_together, take_apart
+from paceline.pipeline.shadows import Shadows
+from paceline.pipeline.values import put_together, refuse_hidden, take_apart
 
 Grads: TypeAlias = list[Tensor | None]
 Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
@@ -67,16 +68,22 @@ class Stage:
         number: among all stages.
         part: takes what the stage before returned, as its only argument; the first stage's, the model's arguments.
         device: where it lies.
+        root: the model of which it is a part.
     """
 
-    def __init__(self, number: int, part: Module, device: torch.device) -> None:
+    def __init__(self, number: int, part: Module, device: torch.device, root: Module | None = None) -> None:
         self.number = number
         self.part = part
         self.device = device
         self.call: Callable[..., Any] = part  # or a wrapper that calls it
         self.overrides: dict[str, Tensor] = {}  # parameters that live elsewhere, copied for this step
         self.meter: Callable[[Tensor], None] | None = None  # told of each tensor that autograd keeps for backward
+        self._shadows = Shadows(part, part if root is None else root)
         self._kept: dict[int, _Kept] = {}
+
+    def begin(self) -> None:
+        """Before each step: take over what has been replaced in the model."""
+        self._shadows.renew(self.device)
 
     def first(self, microbatch: int, call: Call) -> Parcel:
         """Forward of the first stage, keeping what backward will need."""
@@ -87,9 +94,11 @@ class Stage:
         crossing, value = _enter(parcel)
         return self._leave(microbatch, crossing, parcel.wanted, self._run((value,), {}))
 
-    def last(self, microbatch: int, given: Parcel | Call, loss_of: Callable[[Any], Tensor]) -> Tensor:
+    def last(self, microbatch: int, given: Parcel | Call, loss_of: Callable[[Any], Tensor] | None) -> Tensor:
         """Forward of the last stage, and of the loss.
 
+        Args:
+            loss_of: None where this microbatch counts for nothing: its loss may be 0 / 0, whose gradient would be NaN.
         Returns:
             The loss, detached.
         Raises:
@@ -100,7 +109,7 @@ class Stage:
             wanted, output = given.wanted, self._run((value,), {})
         else:
             crossing, wanted, output = _Crossing([]), (), self._run(*given)
-        loss = loss_of(output)
+        loss = _nothing_of(output) if loss_of is None else loss_of(output)
         _check_loss(loss)
         self._leave(microbatch, crossing, wanted, loss)
         return loss.detach()
@@ -137,6 +146,7 @@ class Stage:
 
     def _leave(self, microbatch: int, entry: _Crossing, wanted: tuple[bool, ...], value: Any) -> Parcel:
         shell, tensors = take_apart(value)
+        refuse_hidden(shell)
         exits = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
         entry.tensors.clear()
         self._kept[microbatch] = _Kept(entry, wanted, exits)
@@ -166,6 +176,12 @@ def _metered(meter: Callable[[Tensor], None] | None) -> contextlib.AbstractConte
         return tensor
 
     return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+
+
+def _nothing_of(output: Any) -> Tensor:
+    """0, with gradients of 0 for all that the output depends on."""
+    _, tensors = take_apart(output)
+    return torch.stack([(tensor * 0).sum().real.float() for tensor in tensors if tensor.requires_grad]).sum()
 
 
 def _check_loss(loss: object) -> None:

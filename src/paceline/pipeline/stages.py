@@ -3,7 +3,7 @@
 The invariant: every parameter of the model is in a stage, and the names of the model's parameters stay what they are.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any, Literal, TypeAlias
@@ -16,23 +16,10 @@ from paceline.pipeline.balance import partition, partition_by
 from paceline.pipeline.clock import peak_by_stage
 from paceline.pipeline.measuring import measure, weights_of
 from paceline.pipeline.schedule import Schedule
-from paceline.pipeline.split import Model, Row, Traced
+from paceline.pipeline.split import Model, Row, Traced, has_hooks
+from paceline.pipeline.tracing import Example
 
 Balance: TypeAlias = Literal["parameters", "time", "memory"] | Sequence[str]
-
-
-@dataclass(frozen=True)
-class Example:
-    """A model's arguments, as a user gives an example of them: a tensor, a tuple of arguments, or a dict."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, given: Any) -> "Example":
-        if isinstance(given, dict):
-            return cls((), dict(given))
-        return cls(given if isinstance(given, tuple) else (given,), {})
 
 
 @dataclass(frozen=True)
@@ -66,6 +53,9 @@ class _Given:
     def stage(self, units: range) -> Module:
         return self._root[units.start]
 
+    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """The first stage takes what it takes."""
+
 
 def open_model(module: Module | Sequence[Module], balance: Balance, example: Example | None) -> tuple[Module, Model]:
     """What can be cut, and the undivided model.
@@ -75,13 +65,17 @@ def open_model(module: Module | Sequence[Module], balance: Balance, example: Exa
     """
     if not isinstance(module, Module):
         root = Sequential(*module)
+        root.training = any(stage.training for stage in root)
         return root, _Given(root)
-    if isinstance(module, Sequential):
+    if has_hooks(module):
+        raise PlanError(
+            f"{type(module).__name__} has hooks of its own, which no stage would call. Register them on its parts, or "
+            "remove them before it is cut."
+        )
+    if type(module).forward is Sequential.forward:
+        assert isinstance(module, Sequential)
         return module, Row(module)
-    starts = None if isinstance(balance, str) else balance
-    if example is None:
-        return module, Traced(module, starts)
-    return module, Traced(module, starts, len(example.args), tuple(example.kwargs))
+    return module, Traced(module, None if isinstance(balance, str) else balance, example)
 
 
 def choose_ranges(

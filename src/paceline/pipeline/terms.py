@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataError
+from paceline.parallel import gather
 from paceline.parallel.data_parallel.weights import Weighing
 from paceline.pipeline.make import make_schedule
 from paceline.pipeline.microbatches import num_samples, sizes_of, split
@@ -35,15 +36,17 @@ class Terms:
     def schedule(self, num_microbatches: int) -> Schedule:
         return make_schedule(self.rule, self.num_lanes, self.num_stages, num_microbatches)
 
-    def sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    def sizes(self, args: tuple[Any, ...], kwargs: dict[str, Any], who: str = "") -> tuple[int, ...]:
         """Of the microbatches of a batch.
 
+        Args:
+            who: whom errors are about.
         Raises:
             DataError: there is no tensor to be cut, or sizes differ.
         """
         found = num_samples((args, kwargs), self.dim, "inputs")
         if found is None:
-            raise DataError("inputs: expected at least one tensor that holds a batch, got none.")
+            raise DataError(f"{who}inputs: expected at least one tensor that holds a batch, got none.")
         return sizes_of(found, self.num_microbatches)
 
     def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Sequence[int]) -> list[Call]:
@@ -78,6 +81,17 @@ class Terms:
             calls = [((torch.empty((1,) * self.dim + (size,)),), {}) for size in sizes]
         whole = [(*call, target) for call, target in zip(calls, targets, strict=True)]
         return self.weighing.counts(whole, self.dim)
+
+    def joined(
+        self, outputs: Sequence[Any], calls: Sequence[Call] | None, sizes: Sequence[int], device: torch.device
+    ) -> Any:
+        """The output for the batch; the loss of the batch, where the model returns its loss."""
+        are_scalars = all(isinstance(output, Tensor) and output.dim() == 0 for output in outputs)
+        if self.loss is not own_loss or not are_scalars:
+            return gather(outputs, device, self.dim)
+        counts = self.counts(calls, [()] * len(sizes), sizes)
+        weights = [1.0] * len(sizes) if counts is None else weights_of(counts, sum(counts))
+        return weighed(outputs, weights).to(device)
 
 
 def own_loss(output: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import PipelineError
-from paceline.pipeline.links import Links
+from paceline.pipeline.links import Links, Way
 from paceline.pipeline.stage import Stage
 
 _SAMPLE = 64
@@ -116,6 +116,12 @@ class TiesOverRanks:
                 with torch.no_grad():
                     tie.param.copy_(weights)
         self._links.finish()
+
+    def ways(self) -> list[Way]:
+        """Those on which other lanes may wait for this one."""
+        homes = [tie.users if tie.users[0] == self._lane else tie.users[:1] for _, tie in self._own]
+        pairs = zip(self._own, homes, strict=True)
+        return [Way(to, self._first_tag + number) for (number, _), to_all in pairs for to in to_all if to != self._lane]
 
     def begin(self) -> None:
         """Set aside what earlier steps have left, which is a sum already."""
