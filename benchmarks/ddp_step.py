@@ -37,44 +37,13 @@ import torch
 import torch.distributed as dist
 from collectives import ratio, take_turns
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 
 import paceline
+from paceline.bench.models import GPT, mnist_net
 
 
-class Block(nn.Module):
-    """One layer of a GPT."""
-
-    def __init__(self, width: int, num_heads: int) -> None:
-        super().__init__()
-        self.num_heads = num_heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))  # (batch, time, 3, heads, head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (batch, heads, time, head_dim)
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, num_layers: int = 6, width: int = 384, num_heads: int = 6, vocabulary: int = 256) -> None:
-        super().__init__()
-        self.embed, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(128, width)
-        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(num_layers)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens) + self.positions.weight[: tokens.shape[1]]
-        return self.head(self.norm(self.blocks(x)))
-
-
-def mnist_net() -> tuple[nn.Module, torch.Tensor]:
-    conv = [nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
-    return nn.Sequential(*conv, nn.Linear(9216, 128), nn.ReLU(), nn.Linear(128, 10)), torch.randn(32, 1, 28, 28)
+def mnist() -> tuple[nn.Module, torch.Tensor]:
+    return mnist_net(), torch.randn(32, 1, 28, 28)
 
 
 def mlp() -> tuple[nn.Module, torch.Tensor]:
@@ -92,7 +61,7 @@ def small_layers() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*layers), torch.randn(16, 32)
 
 
-MODELS = {"MNIST net": mnist_net, "MLP 6 x 1024": mlp, "GPT 6 x 384": gpt, "200 small layers": small_layers}
+MODELS = {"MNIST net": mnist, "MLP 6 x 1024": mlp, "GPT 6 x 384": gpt, "200 small layers": small_layers}
 
 
 @functools.cache

@@ -23,7 +23,7 @@ ROOMS: dict[str, set[str]] = {
     "amp": {"parallel"},
     "checkpoint": set(),
     "launch": set(),
-    "bench": {"parallel", "launch"},
+    "bench": {"parallel", "checkpoint", "launch"},
     "cli": {"plan", "comm", "parallel", "pipeline", "data", "amp", "checkpoint", "launch", "bench"},
 }
 

@@ -9,15 +9,20 @@ import pathlib
 from typing import Any
 
 from paceline.bench.results import Bench, Collective, Machine, Phases, Run, Span, Subject
+from paceline.checkpoint.atomic import replacing
 from paceline.errors import BenchError
-from paceline.timeline.traces import write_trace
 
 _FORMAT = "paceline bench 1"
 
 
 def save(bench: Bench, path: pathlib.Path) -> None:
-    """Write ``bench`` to ``path``, all of it or nothing."""
-    write_trace({"format": _FORMAT, **dataclasses.asdict(bench)}, path)
+    """Write ``bench`` to ``path``.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    with replacing(path) as draft:
+        draft.write(json.dumps({"format": _FORMAT, **dataclasses.asdict(bench)}).encode())
 
 
 def load(path: pathlib.Path) -> Bench:

@@ -162,39 +162,45 @@ class Training:
         """
         loss = self.loss(output, self.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            got = (
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else f"of type {type(loss).__name__}"
+            )
             raise BenchError(f"the loss is {got}; expected a tensor of one element that depends on the parameters")
         return loss
 
 
 def _training(made: Any, device: torch.device) -> Training:
     if not isinstance(made, (tuple, list)) or not 2 <= len(made) <= 4:
-        got = f"{len(made)} values" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
+        got = f"{len(made)} values" if isinstance(made, (tuple, list)) else f"a value of type {type(made).__name__}"
         raise BenchError(f"it returned {got}; {_EXPECTED}")
     model, batch, loss, optimizer = [*made, None, None][:4]
     if not isinstance(model, nn.Module):
-        raise BenchError(f"its first value is a {type(model).__name__}, no torch.nn.Module; {_EXPECTED}")
+        raise BenchError(f"its first value, of type {type(model).__name__}, is no torch.nn.Module; {_EXPECTED}")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise BenchError(f"its second value is a {_describe(batch)}, no pair (inputs, target); {_EXPECTED}")
+        raise BenchError(f"its second value, of type {_describe(batch)}, is no pair (inputs, target); {_EXPECTED}")
     if not any(param.requires_grad for param in model.parameters()):
         raise BenchError("its model has no parameter to train")
     model.to(device).train()
     inputs, target = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tuple(batch))
     if not isinstance(_first_tensor(inputs), Tensor):
-        raise BenchError(f"its inputs, a {_describe(inputs)}, hold no tensor whose first dimension is the batch")
+        raise BenchError(f"its inputs, of type {_describe(inputs)}, hold no tensor whose first dimension is the batch")
     if loss is None:
         if not isinstance(target, Tensor):
             raise BenchError(
-                f"its target is a {_describe(target)}, for which there is no loss; return one as the third value"
+                f"for its target, of type {_describe(target)}, there is no loss; return one as the third value"
             )
         loss = mse_loss if target.is_floating_point() else cross_entropy
     if not callable(loss):
-        raise BenchError(f"its third value is a {type(loss).__name__}, no loss(output, target); {_EXPECTED}")
+        raise BenchError(f"its third value, of type {type(loss).__name__}, is no loss(output, target); {_EXPECTED}")
     if isinstance(loss, nn.Module):
         loss.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3) if optimizer is None else optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise BenchError(f"its fourth value is a {type(optimizer).__name__}, no torch.optim.Optimizer; {_EXPECTED}")
+        raise BenchError(
+            f"its fourth value, of type {type(optimizer).__name__}, is no torch.optim.Optimizer; {_EXPECTED}"
+        )
     return Training(model, inputs, target, loss, optimizer)
 
 

@@ -73,6 +73,8 @@ def bench(source: str | None, out: str, no_report: bool, png: str | None, json_p
 
         if not no_report or png:
             from paceline.bench import report
+        if png:
+            report.check_png()
     found = _measure(**given) if source is None else document.load(pathlib.Path(source))
     if json_path:
         document.save(found, pathlib.Path(json_path))
@@ -113,6 +115,7 @@ def _libraries() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if str(error.name).startswith("paceline"):
+        name = str(error.name).partition(".")[0]
+        if name == "paceline":
             raise
-        raise BenchError(f"a bench needs {error.name}: `pip install 'paceline[bench]'` installs it") from error
+        raise BenchError(f"a bench needs {name}: `pip install 'paceline[bench]'` installs it") from error
