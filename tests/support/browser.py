@@ -93,8 +93,9 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """With the mouse, in the middle of what ``selector`` finds."""
-        box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()"
-        place = self.ask(box)
+        element = f"document.querySelector({json.dumps(selector)})"
+        self.ask(f"{element}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        place = self.ask(f"{element}.getBoundingClientRect().toJSON()")
         at = {"x": place["x"] + place["width"] / 2, "y": place["y"] + place["height"] / 2}
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **at)

@@ -103,7 +103,7 @@ def width_of(words: str, *, is_bold: bool = False) -> float:
         1.0 if character > "\u2e80" else 0.9 if character in "mwMW%" else 0.36 if character in " .,:;'|!ijlIf" else 0.63
         for character in words
     )
-    return ems * TEXT * (1.1 if is_bold else 1.0)
+    return ems * TEXT * (1.17 if is_bold else 1.0)
 
 
 def shortened(words: str, width: float, *, is_bold: bool = False) -> str:

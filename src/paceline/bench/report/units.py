@@ -40,6 +40,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def rate(bytes_per_s: float) -> str:
+    unit, step = next((item for item in (("GB/s", 1e9), ("MB/s", 1e6)) if bytes_per_s >= item[1]), ("kB/s", 1e3))
+    return f"{digits(bytes_per_s / step)} {unit}"
+
+
 def times(value: float) -> str:
     """A factor in a sentence: 1.8, and 1.04 or 0.87 where one digit more tells on which side of 1 it is."""
     if value >= 9.95:

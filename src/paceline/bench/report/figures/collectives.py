@@ -36,7 +36,7 @@ def bandwidth(bench: Bench) -> Figure | None:
     chosen = _on_most_ranks(bench)
     if not chosen:
         return None
-    series = _series(chosen, lambda size, time_s: size / time_s / 1e9, lambda value: f"{units.digits(value)} GB/s")
+    series = _series(chosen, lambda size, time_s: size / time_s / 1e9, lambda value: units.rate(value * 1e9))
     _, high = _range(series)
 
     def draw(width: float) -> Drawing:
@@ -87,7 +87,7 @@ def _sizes(chosen: Sequence[Collective], width: float) -> Axis:
 
 
 def _rate(size_bytes: int, time_s: float) -> str:
-    return f"{units.digits(size_bytes / time_s / 1e9)} GB/s" if time_s > 0 else ""
+    return units.rate(size_bytes / time_s) if time_s > 0 else ""
 
 
 def _table(bench: Bench, cells: Callable[[Collective], tuple[str, str]], head: tuple[str, str]) -> Table:
