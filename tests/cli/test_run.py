@@ -1,3 +1,5 @@
+import importlib.metadata
+import platform
 import subprocess
 import sys
 
@@ -6,6 +8,8 @@ import pytest
 import paceline
 from paceline.cli.run import run
 from support.commands import PACELINE, paceline_run, run_command, write_script
+
+TORCH = importlib.metadata.version("torch")
 
 
 def test_the_flags_are_these():
@@ -66,7 +70,10 @@ def test_every_flag_of_torchruns_is_known():
 def test_help_and_version_import_no_torch():
     for arguments, first_line in (
         (["--help"], "Usage: paceline [OPTIONS] COMMAND [ARGS]..."),
-        (["--version"], f"paceline, version {paceline.__version__}"),
+        (
+            ["--version"],
+            f"paceline, version {paceline.__version__} (torch {TORCH}, Python {platform.python_version()})",
+        ),
         (["run", "--help"], "Usage: paceline run [OPTIONS] SCRIPT [ARGS]..."),
     ):
         code = (
@@ -80,7 +87,8 @@ def test_help_and_version_import_no_torch():
 
 
 def test_the_launcher_itself_imports_no_torch():
-    code = "import sys, paceline.launch; print({'torch', 'numpy'} & set(sys.modules))"
+    code = "import sys, paceline.launch.conductor.conductor, paceline.launch.supervisor.supervisor\n"
+    code += "print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

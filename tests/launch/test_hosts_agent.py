@@ -4,12 +4,13 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.launch.agent import conducted
+from paceline.launch.agent import agent, conducted
 from paceline.launch.agent.conducted import Conducted, Enveloped
 from paceline.launch.conductor.hostfile import HostSpec
 from paceline.launch.conductor.line import Line
@@ -95,7 +96,7 @@ def test_orders_that_came_with_the_one_to_start_are_obeyed(rig):
 
 
 def test_an_agent_that_hears_nothing_is_abandoned_unless_all_stand_still(rig, monkeypatch):
-    monkeypatch.setattr(conducted, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(conducted, "SILENCE_S", 0.2)
     monkeypatch.setattr(conducted, "TICK_S", 0.05)
     os.write(rig.orders, encode({"do": "hold"}))
     rig.turn_until(lambda: rig.heard.told == ["hold"])
@@ -105,6 +106,21 @@ def test_an_agent_that_hears_nothing_is_abandoned_unless_all_stand_still(rig, mo
     os.write(rig.orders, encode({"do": "go on"}))
     rig.turn_until(lambda: rig.conducted.is_abandoned)
     assert rig.heard.told == ["hold", "go on", "abandoned"]
+
+
+def test_an_agent_that_hears_nothing_before_it_is_told_to_start_ends_unless_all_stand_still(monkeypatch):
+    monkeypatch.setattr(agent, "SILENCE_S", 0.2)
+    (orders, ordering), (hearing, told) = os.pipe(), os.pipe()
+    served = threading.Thread(target=agent._Agent(orders, told, lambda *_: None).serve)
+    os.write(ordering, encode({"do": "hold"}))
+    served.start()
+    served.join(0.5)
+    assert served.is_alive()
+    os.write(ordering, encode({"do": "go on"}))
+    served.join(30)
+    assert not served.is_alive()
+    for fd in (orders, ordering, hearing, told):
+        os.close(fd)
 
 
 def test_what_an_agent_tells_comes_in_order(rig):

@@ -11,6 +11,7 @@ import termios
 
 import pytest
 
+from paceline.launch.runs.look import look
 from paceline.processes import read_stat
 from support.commands import PACELINE, paceline_run, processes_with, start, wait_until, write_script
 
@@ -105,6 +106,19 @@ def waiting(tmp_path, *, stubborn=False):
     process = start([*PACELINE, "run", *arguments])
     wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)))
     return process
+
+
+def test_the_command_is_shown_as_the_run_and_asks_all_ranks_where_they_are(tmp_path):
+    process = waiting(tmp_path)
+    runs = [run for run in look().runs if any(str(tmp_path) in part.command for part in run.processes)]
+    assert [(run.launcher.pid, len(run.ranks)) for run in runs] == [(process.pid, 2)]
+    assert runs[0].launcher.command.startswith(f"{sys.executable} -m paceline run --hosts localhost:2 ")
+    assert {each.pid for each in runs[0].processes} == set(processes_with(str(tmp_path)))
+    process.send_signal(signal.SIGUSR2)
+    assert "ranks 0-1 in a program that is not Python's" in [process.stderr.readline() for _ in range(3)][-1]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
 
 
 def test_signals_reach_the_ranks_and_an_interrupt_ends_them(tmp_path):

@@ -1,7 +1,7 @@
 """Which hosts take part, how they are reached and what they get: pure functions."""
 
 import os
-import shlex
+import shutil
 import socket
 import subprocess
 
@@ -13,9 +13,10 @@ from paceline.launch.conductor.hostfile import HostSpec, parse_hosts, read_hostf
 from paceline.launch.conductor.ssh import (
     NO_FOLDER,
     NO_INTERPRETER,
-    agent_command,
+    agent_script,
     current_folder,
     is_this_machine,
+    spell_for_any_shell,
     ssh_command,
 )
 
@@ -84,24 +85,24 @@ def test_a_hostfile_that_cannot_be_read_is_an_error(tmp_path):
 
 
 def test_the_users_own_options_of_ssh_come_first_and_so_win():
-    command = ssh_command(HostSpec("b", "ada"), ["echo", "a b"], {"PACELINE_SSH": "ssh -F 'my config' -p 2222"})
+    command = ssh_command(HostSpec("b", "ada"), "echo 'a b'", {"PACELINE_SSH": "ssh -F 'my config' -p 2222"})
     assert command[:5] == ["ssh", "-F", "my config", "-p", "2222"]
     assert command[5:7] == ["-o", "BatchMode=yes"]
-    assert command[-3:] == ["-T", "ada@b", "echo 'a b'"]
-    assert ssh_command(HostSpec("b"), ["true"], {})[0] == "ssh"
+    assert command[-3:] == ["-T", "ada@b", spell_for_any_shell("echo 'a b'")]
+    assert ssh_command(HostSpec("b"), "true", {})[0] == "ssh"
 
 
 def test_an_ssh_that_no_shell_could_start_is_an_error():
     with pytest.raises(LaunchError, match='PACELINE_SSH="ssh \'" cannot be read as a shell reads it'):
-        ssh_command(HostSpec("b"), ["true"], {"PACELINE_SSH": "ssh '"})
+        ssh_command(HostSpec("b"), "true", {"PACELINE_SSH": "ssh '"})
     with pytest.raises(LaunchError, match="begins with an option; expected a program first, as in 'ssh -p 2222'"):
-        ssh_command(HostSpec("b"), ["true"], {"PACELINE_SSH": "-p 2222"})
+        ssh_command(HostSpec("b"), "true", {"PACELINE_SSH": "-p 2222"})
 
 
 def echo(tmp_path):
     """An interpreter that says where it runs, with what variable, and what it was given last."""
     path = tmp_path / "an interpreter"
-    path.write_text('#!/bin/sh\nfor last; do :; done\necho "$(pwd) $PYTHONPATH $last"\n')
+    path.write_text('#!/bin/sh\nfor last; do :; done\nprintf "%s\\n" "$(pwd) $PYTHONPATH $last"\n')
     path.chmod(0o755)
     return str(path)
 
@@ -109,17 +110,29 @@ def echo(tmp_path):
 def test_an_agent_runs_in_its_folder_with_the_interpreters_variables(tmp_path):
     folder = tmp_path / 'it\'s "$here"'
     folder.mkdir()
-    command = agent_command([echo(tmp_path)], str(folder), {"PYTHONPATH": "a b"}, ["train.py", "--name=x y"])
-    for spelled in (command, ["sh", "-c", shlex.join(command)]):  # as it is, and through a remote shell
-        done = subprocess.run(spelled, capture_output=True, text=True)
-        assert (done.returncode, done.stdout) == (0, f"{folder} a b --name=x y\n"), done.stderr
+    script = agent_script([echo(tmp_path)], str(folder), {"PYTHONPATH": "a b"}, ["train.py", "--name=x y"])
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{folder} a b --name=x y\n"), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "zsh", "fish", "tcsh", "csh", "ksh", "busybox"])
+def test_an_agent_is_started_alike_by_every_login_shell(tmp_path, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    folder = tmp_path / 'it\'s "$here"! \\ `x` %s {a,b} *é\n(2)'
+    folder.mkdir()
+    last = "--name=\\n \\' '!$ \\0101 \t%d#"
+    script = agent_script([echo(tmp_path)], str(folder), {"PYTHONPATH": "a;b"}, ["train.py", last])
+    login = [shell, "sh"] if shell == "busybox" else [shell]
+    ran = subprocess.run([*login, "-c", spell_for_any_shell(script)], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout) == (0, f"{folder} a;b {last}\n"), ran.stderr
 
 
 def test_what_an_agent_lacks_is_told_apart(tmp_path):
-    no_folder = agent_command([echo(tmp_path)], str(tmp_path / "absent"), {}, [])
-    no_interpreter = agent_command([str(tmp_path / "absent")], str(tmp_path), {}, [])
-    assert subprocess.run(no_folder, stderr=subprocess.DEVNULL).returncode == NO_FOLDER
-    assert subprocess.run(no_interpreter).returncode == NO_INTERPRETER
+    no_folder = agent_script([echo(tmp_path)], str(tmp_path / "absent"), {}, [])
+    no_interpreter = agent_script([str(tmp_path / "absent")], str(tmp_path), {}, [])
+    assert subprocess.run(["sh", "-c", no_folder], stderr=subprocess.DEVNULL).returncode == NO_FOLDER
+    assert subprocess.run(["sh", "-c", no_interpreter]).returncode == NO_INTERPRETER
 
 
 def test_this_machine_needs_no_ssh_unless_another_user_is_asked_for():

@@ -45,6 +45,12 @@ def test_a_rank_finds_torchruns_variables():
     }
 
 
+def test_a_single_rank_serves_its_own_store():
+    layout = Layout.of_one_host("job", 0, 1, 5)
+    environment = rank_environment(layout, 0, role="default", max_restarts=0)
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "False"  # said, since a launcher's own environment may differ
+
+
 def places(counts, hosts):
     """Of each launcher: ranks from and to, local ranks from and of, node and of."""
     names = ("first_rank", "num_ranks", "first_local_rank", "local_world_size", "node_rank", "num_nodes")

@@ -65,6 +65,51 @@ def test_a_killed_rank_comes_back_each_time_at_a_store_of_its_own(tmp_path, back
     assert not processes_with(str(tmp_path))
 
 
+def test_a_single_rank_meets_itself_in_each_life(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os._exit(1)  # its store is not closed
+        print(dist.get_world_size())
+        """,
+    )
+    ran = paceline_run("--max-restarts", "1", script)
+    assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr
+
+
+def test_ranks_that_make_room_are_waited_for_and_not_started_again(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        first = pathlib.Path(__file__).parent / "first"
+        if os.environ["RANK"] == "1":
+            first.touch()
+            sys.exit(75)
+        while not first.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # more than what failures of one cause may be apart
+        print("saved")
+        os._exit(75)
+        """,
+    )
+    ran = paceline_run("-n", "2", "--max-restarts", "3", "--report", str(tmp_path / "report.json"), script)
+    assert (ran.returncode, ran.stdout) == (75, "saved\n")
+    assert ran.stderr == "paceline: ranks 0-1 stopped early (exit code 75), to go on another time\n"
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert (told["exit_status"], told["root_cause"], told["num_restarts"]) == (75, None, 0)
+
+
+def test_a_rank_that_fails_while_another_makes_room_is_a_failure(tmp_path):
+    script = write_script(tmp_path, "import os, sys; sys.exit(75 if os.environ['RANK'] == '0' else 3)")
+    ran = paceline_run("-n", "2", script)
+    assert (ran.returncode, in_the_end(ran.stderr)) == (3, "paceline: rank 1 failed first, exit code 3\n")
+
+
 def test_a_port_of_the_users_serves_all_lives(tmp_path):
     script = write_script(
         tmp_path,

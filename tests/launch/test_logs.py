@@ -111,6 +111,18 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
     assert ran.stderr.endswith("cannot be written: Not a directory; choose another --log-dir\n")
 
 
+def test_a_line_without_end_is_not_held_in_memory_without_end(tmp_path):
+    log = LogFile(None, str(tmp_path / "filtered"), ["word"], b"[0]: ")
+    for _ in range(40):
+        log.write(b"word" * 16384)
+    assert (tmp_path / "filtered").stat().st_size > 2 << 20
+    log.write(b"\nthe next line\n")
+    log.close()
+    lines = (tmp_path / "filtered").read_bytes().splitlines()
+    assert all(line.startswith(b"[0]: word") for line in lines)
+    assert sum(map(len, lines)) == 40 * 65536 + len(lines) * len(b"[0]: ")
+
+
 def test_a_last_line_that_cannot_be_kept_is_told():
     loop, told = Loop(), []
     reader, writer = os.pipe()

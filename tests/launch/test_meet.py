@@ -51,9 +51,17 @@ def test_so_it_is_with_ipv6(endpoint, is_here):
     assert _is_here(endpoint) is is_here
 
 
+def test_a_port_is_only_kept_for_a_single_rank_which_listens_itself():
+    with contextlib.closing(_listen(1)) as kept:
+        port = kept.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=30)
+        socket.create_server(("127.0.0.1", port)).close()
+
+
 @needs_ipv6
 def test_the_ranks_store_can_be_reached_by_both_families():
-    with contextlib.closing(_listen(backlog=1)) as listener:
+    with contextlib.closing(_listen(2)) as listener:
         port = listener.getsockname()[1]
         for address in ("127.0.0.1", "::1"):
             socket.create_connection((address, port), timeout=30).close()

@@ -36,6 +36,15 @@ def test_a_busy_port_names_its_holder_and_the_way_out():
     assert message.endswith("choose another --master-port, or leave it out to take a free one")
 
 
+def test_a_port_may_be_kept_for_who_listens_later():
+    with claim_port(0, backlog=0) as kept:
+        port = kept.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+        with socket.create_server(("127.0.0.1", port)):
+            socket.create_connection(("127.0.0.1", port)).close()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may bind every port")
 def test_a_forbidden_port_says_why():
     with pytest.raises(LaunchError, match=r"port 1 cannot be bound on 127\.0\.0\.1: Permission denied; choose another"):

@@ -136,6 +136,14 @@ def test_a_script_that_spawns_through_us(tmp_path):
     assert result == {"loss": pytest.approx(alone(WHOLE * 3)[-1], rel=1e-5), "world_size": 2}
 
 
+@pytest.mark.slow
+def test_a_script_that_spawns_and_meets_at_a_port_of_its_own_may_be_launched(tmp_path):
+    with port_of_our_own() as port:
+        arguments = ["-n", "1", "-g", "2", "-nr", "0", "--port", port]
+        result, _ = run_script([*PACELINE, "run"], "nodes_gpus", tmp_path, *arguments)
+    assert result == {"loss": pytest.approx(alone(WHOLE * 3)[-1], rel=1e-5), "world_size": 2}
+
+
 def batches_of_imagenet(epoch: int) -> list[list[int]]:
     """Of both ranks together: each takes four samples at a time, as torch's sampler deals them."""
     shares = []

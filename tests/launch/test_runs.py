@@ -120,6 +120,22 @@ def test_a_launcher_that_a_rank_of_a_dead_one_had_started_is_a_run():
     assert findings.orphans == (process(20, launcher=outer),)
 
 
+def test_what_a_command_for_several_hosts_has_launched_here_is_its_run():
+    command, agent = Launcher(10, 10), Launcher(12, 12)
+    conductor, ssh, head = (
+        process(10),
+        process(11, parent=10, launcher=command),
+        process(12, parent=10, launcher=command),
+    )
+    server, rank = process(13, parent=12, launcher=agent), process(14, parent=13, launcher=agent)
+    findings = sort_out([conductor, ssh, head, server, rank], living={command, agent}, spared=())
+    assert findings.runs == (Run(conductor, (ssh, head, server, rank)),)
+    assert findings.runs[0].ranks == (rank,)
+    findings = sort_out([ssh, head, server, rank], living={agent}, spared=())  # an agent ends itself, with its ranks
+    assert findings.runs == (Run(head, (server, rank)),)
+    assert findings.orphans == (ssh,)
+
+
 def sleeping_orphan(*command):
     mark = f"{os.getpid()}:1"  # this test's pid, but not its start
     return start(command or ["sleep", "60"], env={"PACELINE_LAUNCHER": mark})

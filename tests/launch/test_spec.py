@@ -4,7 +4,7 @@ import resource
 import pytest
 
 from paceline.errors import LaunchError
-from paceline.launch import LaunchSpec
+from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.spec.nodes import NodesSpec
 
 
@@ -25,7 +25,9 @@ def test_a_good_spec_is_a_frozen_value(tmp_path):
         ({"master_port": -1}, "expected a port from 1 to 65535, or 0 for any free one, but got -1; leave"),
         ({"grace_s": -1.0}, "expected a grace of 0 seconds or more, but got -1"),
         ({"grace_s": float("nan")}, "expected a grace of 0 seconds or more, but got nan"),
-        ({"hang_timeout_s": -1.0}, "expected a hang timeout of more than 0 seconds, or 0 for none, but got -1"),
+        ({"hang_timeout_s": -1.0}, "expected a hang timeout of at least 1 second, or 0 for none, but got -1"),
+        ({"hang_timeout_s": 0.5}, "expected a hang timeout of at least 1 second, or 0 for none, but got 0.5"),
+        ({"hang_timeout_s": float("nan")}, "expected a hang timeout of at least 1 second, or 0 for none, but got nan"),
         (
             {"hang_timeout_s": 1.0, "is_module": False, "is_command": True},
             "--hang-timeout looks at the stacks of Python, which a program that is started with --no-python need not",
@@ -36,6 +38,20 @@ def test_a_value_out_of_range_is_named(change, message):
     with pytest.raises(LaunchError) as caught:
         LaunchSpec("module", **{"is_module": True, **change})
     assert str(caught.value).startswith(message)
+
+
+def test_a_program_that_cannot_be_started_is_an_error_before_anything_starts(tmp_path):
+    (tmp_path / "data").write_text("no program")
+    cases = {
+        str(tmp_path / "data"): "may not be executed by this user; make it executable (chmod +x), or leave --no-python",
+        str(tmp_path): "is a folder, so --no-python cannot start it",
+    }
+    for target, message in cases.items():
+        with pytest.raises(LaunchError) as caught:
+            LaunchSpec(target, is_command=True)
+        assert str(caught.value).startswith(f"{target!r} {message}")
+    with pytest.raises(LaunchError, match=r"^no such program: 'no-such' \(looked along PATH\)$"):
+        LaunchSpec("no-such", is_command=True)
 
 
 @pytest.mark.parametrize(

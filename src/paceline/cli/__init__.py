@@ -13,6 +13,7 @@ import paceline
 from paceline.cli.agent import agent
 from paceline.cli.bench import bench
 from paceline.cli.clean import clean
+from paceline.cli.completion import completion
 from paceline.cli.ps import ps
 from paceline.cli.run import run
 from paceline.errors import PacelineError
@@ -20,13 +21,33 @@ from paceline.errors import PacelineError
 __all__ = ["main"]
 
 
+def _show_versions(context: click.Context, _parameter: click.Parameter, is_asked: bool) -> None:
+    if is_asked and not context.resilient_parsing:
+        import importlib.metadata
+        import platform
+
+        try:
+            torch = f"torch {importlib.metadata.version('torch')}"  # without its import, which takes seconds
+        except importlib.metadata.PackageNotFoundError:
+            torch = "no torch"
+        click.echo(f"paceline, version {paceline.__version__} ({torch}, Python {platform.python_version()})")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(paceline.__version__, prog_name="paceline")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_versions,
+    help="Show versions and exit.",
+)
 def command() -> None:
     """Train a PyTorch script on many devices."""
 
 
-for subcommand in (run, bench, ps, clean, agent):
+for subcommand in (run, bench, ps, clean, completion, agent):
     command.add_command(subcommand)
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from paceline.cli.completion import files, folders, signal_names, words
+
 _NUMA_MODES = ("node", "socket", "exclusive", "core-complex")
 _START_METHODS = ("spawn", "fork", "forkserver")
 
@@ -27,6 +29,7 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
     "num_ranks",
     metavar="N|auto|cpu|gpu",
     envvar="PET_NPROC_PER_NODE",
+    shell_complete=words("auto", "cpu", "gpu"),
     help="Ranks on this host, or on each of --hosts: a number, one a usable core, one a GPU, or (auto) one a GPU where "
     "there are any. [default: 1; under srun, one a GPU of the step]",
 )
@@ -43,7 +46,11 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--master-addr", metavar="HOST", help="Address of host 0, for a static rendezvous.")
 @_option("--master-port", type=int, metavar="PORT", help="Port on which the ranks meet. [default: any free one]")
 @_option("--standalone", is_flag=True, help="One host, whatever else is said of the rendezvous.")
-@_option("--rdzv-backend", help="How hosts meet: static, c10d, ... [default: static]")
+@_option(
+    "--rdzv-backend",
+    shell_complete=words("static", "c10d", "etcd-v2"),
+    help="How hosts meet: static, c10d, ... [default: static]",
+)
 @_option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where hosts meet.")
 @_option("--rdzv-id", default="", help="Tells this job from others at the same endpoint.")
 @_option("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="Further settings of the rendezvous.")
@@ -69,8 +76,19 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
     help="Say where all ranks are once one has waited for others for that long, as on SIGUSR2. It ends nothing: a "
     "collective's own timeout (that of init) does. [default: never]",
 )
-@_option("--signals-to-handle", default="", metavar="SIG,...", help="Further signals to pass on to the ranks.")
-@_option("--log-dir", metavar="DIR", help="Folder for the ranks' output; alone, all of it is kept there as well.")
+@_option(
+    "--signals-to-handle",
+    default="",
+    metavar="SIG,...",
+    shell_complete=signal_names,
+    help="Further signals to pass on to the ranks.",
+)
+@_option(
+    "--log-dir",
+    metavar="DIR",
+    shell_complete=folders,
+    help="Folder for the ranks' output; alone, all of it is kept there as well.",
+)
 @_option("--redirects", "-r", default="0", metavar="0..3|R:0..3,...", help="Keep stdout (1), stderr (2), both (3).")
 @_option("--tee", "-t", default="0", metavar="0..3|R:0..3,...", help="As --redirects, and show it too.")
 @_option("--local-ranks-filter", default="", metavar="R,...", help="Show the output of these local ranks only.")
@@ -87,14 +105,30 @@ def _option(name: str, *others: str, **settings: Any) -> Callable[[Any], Any]:
 @_option("--event-log-handler", default="null", hidden=True)
 @click.option("--logs-specs", "--logs_specs", hidden=True)
 @click.option("--use-env", "--use_env", is_flag=True, hidden=True)  # scripts are asked what they declare
-@click.option("--report", "report_path", default="", metavar="FILE", help="Write the verdict there, as JSON.")
+@click.option(
+    "--report",
+    "report_path",
+    default="",
+    metavar="FILE",
+    shell_complete=files,
+    help="Write the verdict there, as JSON.",
+)
 @click.option("--hosts", metavar="HOST[:N],...", help="Run on these hosts, over ssh, N ranks on each.")
-@click.option("--hostfile", metavar="FILE", help="The hosts, one a line, as DeepSpeed and MPI write them.")
+@click.option(
+    "--hostfile",
+    metavar="FILE",
+    shell_complete=files,
+    help="The hosts, one a line, as DeepSpeed and MPI write them.",
+)
 @click.option("--export", "exports", multiple=True, metavar="NAME[=VALUE]", help="A variable that the hosts get, too.")
-@click.option("--python", default="", metavar="PATH", help="The hosts' interpreter. [default: this one]")
-@click.option("--workdir", default="", metavar="DIR", help="The hosts' folder. [default: this one]")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.option(
+    "--python", default="", metavar="PATH", shell_complete=files, help="The hosts' interpreter. [default: this one]"
+)
+@click.option(
+    "--workdir", default="", metavar="DIR", shell_complete=folders, help="The hosts' folder. [default: this one]"
+)
+@click.argument("script", shell_complete=files)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, shell_complete=files)
 def run(script: str, args: tuple[str, ...], **given: Any) -> int:
     """Run SCRIPT on N ranks; what stands after SCRIPT belongs to it.
 
@@ -112,7 +146,8 @@ def run(script: str, args: tuple[str, ...], **given: Any) -> int:
     in their process groups outlives the launcher.
     """
     from paceline.cli.options import job_of, spec_of
-    from paceline.launch import conduct, launch
+    from paceline.launch.conductor.conductor import conduct
+    from paceline.launch.supervisor.supervisor import launch
 
     job = job_of(script, args, given)
     return launch(spec_of(script, args, given)) if job is None else conduct(job)

@@ -2,7 +2,7 @@
 
 import sys
 
-from paceline.cli import main
+from paceline.__main__ import main
 
 if __name__ == "__main__":
     main(["run", *sys.argv[1:]])

@@ -15,6 +15,8 @@ from typing import Any
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 OF_TERMINAL = (signal.SIGTSTP, signal.SIGWINCH)
+# What the fork server leaves to the supervisor, which ends it by hanging up.
+OF_SUPERVISOR = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Dispositions:
         self.restore_mask()
 
     def restore_handlers(self) -> None:
+        """Have signals mean what they did; those that are held back still are."""
         for signum, handler in self.handlers.items():
             signal.signal(signum, handler)
 

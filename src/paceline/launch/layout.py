@@ -37,6 +37,15 @@ class Layout:
     address: str
     port: int
 
+    @property
+    def has_hosted_store(self) -> bool:
+        """Whether the launcher serves the store in which the ranks meet.
+
+        A single rank serves its own, if it wants one: it may be the parent of others, which it has meet at a port of
+        their own, and torch would look for the launcher's store there too.
+        """
+        return self.world_size > 1
+
     @classmethod
     def of_one_host(cls, run_id: str, life: int, num_ranks: int, port: int) -> "Layout":
         return cls(run_id, life, num_ranks, 0, num_ranks, 0, num_ranks, 0, 1, LOOPBACK, port)
@@ -112,7 +121,7 @@ def rank_environment(layout: Layout, local_rank: int, *, role: str, max_restarts
         "TORCHELASTIC_RUN_ID": layout.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(layout.life),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_USE_AGENT_STORE": str(layout.has_hosted_store),
     }
 
 

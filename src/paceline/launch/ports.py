@@ -15,7 +15,8 @@ def claim_port(port: int, *, backlog: int, address: str = LOOPBACK) -> socket.so
 
     Args:
         port: 0 takes any free one.
-        backlog: how many ranks may knock before the store answers.
+        backlog: how many ranks may knock before the store answers; 0 does not listen, but keeps the port for a rank
+            that will, which asks for SO_REUSEADDR as torch does.
         address: a literal one of this host.
     Raises:
         LaunchError: the port is taken (the message names the holder where it can be seen) or not allowed.
@@ -24,7 +25,8 @@ def claim_port(port: int, *, backlog: int, address: str = LOOPBACK) -> socket.so
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((address, port))
-        listener.listen(backlog)
+        if backlog:
+            listener.listen(backlog)
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

@@ -6,7 +6,8 @@
     probe (addresses of other hosts)                        probed (which answered)
     start (its address, the conductor's streams)            what agent/conducted.py says, then over (exit status)
 
-Nothing of the user's runs before "start". When the connection is lost, it ends.
+Nothing of the user's runs before "start". When the connection is lost, or nothing is heard on it for half a minute, it
+ends.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from typing import Any
 
 import paceline
 from paceline.errors import LaunchError
-from paceline.launch.agent.conducted import Conducted
+from paceline.launch.agent.conducted import SILENCE_S, Conducted
 from paceline.launch.agent.probing import Door, knock
 from paceline.launch.hosts.addresses import Address, interface_variables, own_addresses, system_interfaces
 from paceline.launch.spec.launch import LaunchSpec
@@ -51,19 +52,28 @@ class _Agent:
         self._decoder = Decoder()
         self._spec: LaunchSpec | None = None
         self._door: Door | None = None
+        self._is_held = False  # the conductor stands still, for no fault of the connection's
 
     def serve(self) -> None:
         self._tell({"event": "hello", "version": paceline.__version__})
-        while data := os.read(self._orders, 1 << 16):
+        while data := self._hear():
             orders = iter(self._decoder.feed(data))
             for order in orders:
                 if order["do"] == "prepare":
                     self._prepare(order)
                 elif order["do"] == "probe":
                     self._tell({"event": "probed", "answers": knock(order["doors"])})
+                elif order["do"] in ("hold", "go on"):
+                    self._is_held = order["do"] == "hold"
                 elif order["do"] == "start":
                     self._start(order, list(orders))
                     return
+
+    def _hear(self) -> bytes:
+        """What comes next; nothing where the connection has ended, or has been silent as no live one is."""
+        patience_s = None if self._is_held else SILENCE_S
+        ready, _, _ = select.select([self._orders], [], [], patience_s)
+        return os.read(self._orders, 1 << 16) if ready else b""
 
     def _prepare(self, order: Message) -> None:
         os.environ.update(order["environment"])

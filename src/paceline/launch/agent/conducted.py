@@ -33,7 +33,7 @@ from paceline.launch.wire import Decoder, Message, encode
 
 # The conductor is heard every few seconds, even if it has nothing to say.
 TICK_S = 5.0
-_SILENCE_S = 30.0
+SILENCE_S = 30.0
 _BACKLOG = 4096  # ranks may knock before the store answers; the kernel has a limit of its own
 
 
@@ -194,7 +194,7 @@ class Conducted:
     def _listen_for_silence(self) -> None:
         if self._is_held:
             self._heard_s = time.monotonic()
-        if time.monotonic() - self._heard_s > _SILENCE_S:
+        if time.monotonic() - self._heard_s > SILENCE_S:
             self._abandon()
         elif not self.is_abandoned:
             self._loop.call_later(TICK_S, self._listen_for_silence)
@@ -223,7 +223,8 @@ class _Rendezvous:
         """The first host opens the port of the ranks' store."""
         if self._spec.nodes.node_rank == 0:
             address = self._spec.nodes.local_address or LOOPBACK
-            self._listener = claim_port(self._spec.master_port, backlog=_BACKLOG, address=address)
+            is_hosted = self._spec.num_ranks > 1 or not self._spec.nodes.is_alone
+            self._listener = claim_port(self._spec.master_port, backlog=_BACKLOG if is_hosted else 0, address=address)
         port = 0 if self._listener is None else self._listener.getsockname()[1]
         self._conducted.tell({"event": "meet", "life": life, "port": port})
 

@@ -18,7 +18,7 @@ from paceline.launch.conductor.hostfile import HostSpec
 from paceline.launch.conductor.job import Job
 from paceline.launch.conductor.line import Line
 from paceline.launch.conductor.preflight import describe_absent, describe_unreached, why_lost, why_no_agent, why_unlike
-from paceline.launch.conductor.ssh import agent_command, is_this_machine, own_ssh, ssh_command
+from paceline.launch.conductor.ssh import agent_script, is_this_machine, own_ssh, ssh_command
 from paceline.launch.hosts.addresses import Address, candidates_of, choose_addresses, system_interfaces
 from paceline.launch.wire import Message
 
@@ -66,8 +66,9 @@ class Gathering:
     def commands(self) -> list[list[str]]:
         """What starts each host's agent."""
         job = self._job
-        command = agent_command(job.python, job.folder, of_interpreter(job.environment), [job.script, *job.args])
-        return [command if is_here else ssh_command(host, command, os.environ) for host, is_here in self._hosts()]
+        script = agent_script(job.python, job.folder, of_interpreter(job.environment), [job.script, *job.args])
+        here = ["sh", "-c", script]
+        return [here if is_here else ssh_command(host, script, os.environ) for host, is_here in self._hosts()]
 
     def gather(self, lines: Sequence[Line]) -> list[Place]:
         """All hosts, when each can take part.

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from paceline.launch.conductor.hostfile import HostSpec
 from paceline.launch.loop import READ, WRITE, Loop
 from paceline.launch.wire import Decoder, Message, decode, encode
+from paceline.processes import own_mark
 
 _READ_BYTES = 1 << 16
 _KEPT_CHARACTERS = 2000  # of what ssh, or a host's shell, says before the agent does
@@ -69,6 +70,7 @@ class Line:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            env={**os.environ, **own_mark()},  # by which `paceline ps` knows whose they are
             start_new_session=True,
         )
         assert self._process.stdin

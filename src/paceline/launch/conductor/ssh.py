@@ -1,9 +1,10 @@
 """How an agent is started on a host: over the user's own ssh, or here where the host is this machine.
 
-The remote shell may be any: it is only asked to start ``sh``, with one quoted word.
+The remote shell may be any: it is only asked to start ``sh``, with quoted words that mean the same in all shells.
 """
 
 import os
+import re
 import shlex
 import socket
 from collections.abc import Mapping, Sequence
@@ -27,10 +28,13 @@ _OPTIONS = (
 _BOOT = "import sys; sys.path[:1] = [p for p in sys.path[:1] if p]; from paceline.cli import main; main(['agent'])"
 
 
-def agent_command(
-    python: Sequence[str], folder: str, environment: Mapping[str, str], program: Sequence[str]
-) -> list[str]:
-    """What starts an agent on its host.
+# What single quotes do not protect in every login shell: fish reads backslashes in them, csh takes "!" for its history,
+# and takes no line end.
+_UNSAFE = re.compile(rb"['\\!]|[^ -~]")
+
+
+def agent_script(python: Sequence[str], folder: str, environment: Mapping[str, str], program: Sequence[str]) -> str:
+    """What starts an agent on its host: a script for ``sh``.
 
     Args:
         python: the interpreter and its flags.
@@ -41,16 +45,15 @@ def agent_command(
     """
     settings = [f"{name}={value}" for name, value in environment.items()]
     start = shlex.join([*(["env", *settings] if settings else []), *python, "-c", _BOOT, *program])
-    script = (
+    return (
         f"cd {shlex.quote(_as_path(folder))} || exit {NO_FOLDER}; "
         f"command -v {shlex.quote(python[0])} > /dev/null || exit {NO_INTERPRETER}; "
         f"exec {start}"
     )
-    return ["sh", "-c", script]
 
 
-def ssh_command(host: HostSpec, command: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """``command``, to be run on ``host``.
+def ssh_command(host: HostSpec, script: str, environ: Mapping[str, str]) -> list[str]:
+    """What has ``sh`` run ``script`` on ``host``.
 
     Args:
         environ: PACELINE_SSH there is ssh and options of the user's own, as a shell reads them.
@@ -58,7 +61,13 @@ def ssh_command(host: HostSpec, command: Sequence[str], environ: Mapping[str, st
         LaunchError: PACELINE_SSH cannot be read, or does not begin with a program.
     """
     options = [word for option in _OPTIONS for word in ("-o", option)]
-    return [*own_ssh(environ), *options, "-T", host.target, shlex.join(command)]
+    return [*own_ssh(environ), *options, "-T", host.target, spell_for_any_shell(script)]
+
+
+def spell_for_any_shell(script: str) -> str:
+    """A command line that has ``sh`` run ``script``, whatever shell reads it: sh, bash, zsh, fish, csh."""
+    octal = _UNSAFE.sub(lambda found: b"\\0%03o" % found[0][0], os.fsencode(script)).decode("ascii")
+    return f"""sh -c 'eval "$(printf %b "$1")"' sh '{octal}'"""
 
 
 def own_ssh(environ: Mapping[str, str]) -> list[str]:

@@ -91,7 +91,7 @@ class _Meeting:
             pass
         listener = None
         if self._rank == 0:
-            listener = _listen(backlog=sum(each["num_ranks"] for each in told))
+            listener = _listen(sum(each["num_ranks"] for each in told))
             self._store.set(f"{self._life}/port", str(listener.getsockname()[1]))
         counts, keys = [each["num_ranks"] for each in told], [each["host"] for each in told]
         layout = {
@@ -241,9 +241,14 @@ def _address_of(nodes: Message, node_rank: int) -> str:
     return socket.gethostname()
 
 
-def _listen(*, backlog: int) -> socket.socket:
-    """A port on all interfaces, of both families where this host has both."""
-    family, where = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "0.0.0.0")
-    return socket.create_server(
-        (where, 0), family=family, backlog=max(128, backlog), dualstack_ipv6=family == socket.AF_INET6
-    )
+def _listen(num_ranks: int) -> socket.socket:
+    """A port on all interfaces, of both families where this host has both; for a single rank it is only kept."""
+    is_dual = socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if is_dual else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_dual:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    listener.bind(("", 0))
+    if num_ranks > 1:
+        listener.listen(max(128, num_ranks))
+    return listener

@@ -95,7 +95,8 @@ class OneHost:
             self._listener.close()
 
     def _claim_port(self) -> socket.socket:
-        return claim_port(self._spec.master_port, backlog=max(128, self._spec.num_ranks))
+        is_hosted = self._spec.num_ranks > 1
+        return claim_port(self._spec.master_port, backlog=max(128, self._spec.num_ranks) if is_hosted else 0)
 
 
 class SeveralHosts:

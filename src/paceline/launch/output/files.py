@@ -15,6 +15,9 @@ from paceline.errors import LaunchError
 from paceline.launch.spec.logs import LogSpec
 from paceline.launch.wire import write_all
 
+# A line that grows longer than this is cut, so that no rank's output is held in memory without end.
+_LONGEST_LINE_BYTES = 1 << 20
+
 
 class LogFile:
     """An open file of one stream of a rank, and the filtered one that all ranks share.
@@ -40,6 +43,8 @@ class LogFile:
             write_all(self.fd, data)
         if self.is_filtered:
             *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LONGEST_LINE_BYTES:
+                lines, self._rest = [*lines, self._rest], b""
             for line in lines:
                 if any(word in line for word in self._words):
                     write_all(self._filtered_fd, self._mark + line + b"\n")

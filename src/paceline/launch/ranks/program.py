@@ -7,6 +7,7 @@ classes and starting workers by any method work as ever.
 import builtins
 import os
 import runpy
+import signal
 import sys
 import zipfile
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
+from paceline.launch import dispositions
+from paceline.launch.dispositions import Dispositions
 from paceline.launch.ranks.report import Reporter, deliver_through
 
 
@@ -25,6 +28,7 @@ class Program:
     args: tuple[str, ...]
     is_module: bool
     reporter: Reporter
+    dispositions: Dispositions
 
     def run(self) -> None:
         before_c = sys.orig_argv[: sys.orig_argv.index("-c")]
@@ -33,6 +37,7 @@ class Program:
         main = sys.modules["__main__"] = ModuleType("__main__")
         main.__dict__.update(__builtins__=builtins, __annotations__={})
         try:
+            self.dispositions.restore_mask()  # here: Ctrl-C that has come meanwhile is the script's
             if self.is_module:
                 _put_first_on_path(os.getcwd())
                 _run_as_main(self.target, alter_argv=True)
@@ -84,7 +89,8 @@ def _load_script(main: ModuleType, path: str) -> CodeType:
 def _frames_of_program(error: BaseException) -> TracebackType | None:
     """The traceback without the launcher's own frames on top, or those of the compiler that python would not show."""
     frames = error.__traceback__
-    hidden = (__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    compilers = ("<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+    hidden = (__file__, dispositions.__file__, signal.__file__, *compilers)
     while frames is not None and frames.tb_frame.f_code.co_filename in hidden:
         frames = frames.tb_next
     return frames
@@ -96,9 +102,14 @@ class Command:
 
     target: str
     args: tuple[str, ...]
+    dispositions: Dispositions
 
     def run(self) -> None:
         """Ends as a shell does where it cannot be started: with 127 or 126."""
+        for signum, handler in self.dispositions.handlers.items():
+            if callable(handler):  # of Python's, which would raise before the program has taken over
+                signal.signal(signum, signal.SIG_DFL)
+        self.dispositions.restore_mask()
         try:
             os.execvp(self.target, [self.target, *self.args])
         except OSError as error:

@@ -18,7 +18,7 @@ from paceline.launch.wire import Message
 
 
 def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> None:
-    """Give this fork its own group, output, environment, random state and, last, signals."""
+    """Give this fork its own group, output, environment, random state and, last, signals: held back until it runs."""
     os.setpgid(0, 0)
     die_with_parent(server_pid)
     os.dup2(birth["stdout"], 1)
@@ -37,15 +37,14 @@ def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> No
     _answer_launcher(birth["page"])
     dispositions.restore_handlers()
     _survive_sigusr2()
-    dispositions.restore_mask()
 
 
-def runner(birth: Message, job: Message) -> Callable[[], None]:
+def runner(birth: Message, job: Message, dispositions: Dispositions) -> Callable[[], None]:
     """What runs the script in this rank."""
     if job["is_command"]:
-        return Command(job["target"], tuple(birth["args"])).run
+        return Command(job["target"], tuple(birth["args"]), dispositions).run
     reporter = Reporter(birth["report"], birth["rank"])
-    program = Program(job["target"], tuple(birth["args"]), job["is_module"], reporter)
+    program = Program(job["target"], tuple(birth["args"]), job["is_module"], reporter, dispositions)
     return program.run
 
 

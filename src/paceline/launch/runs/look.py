@@ -6,7 +6,7 @@ Its invariant: a launcher that runs, and what descends from it, is never left ov
 import os
 import pathlib
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from paceline.processes import Launcher, is_own, launcher_of, read_stat, spell_command
@@ -43,7 +43,10 @@ class Process:
 
 @dataclass(frozen=True)
 class Run:
-    """A launcher that runs, and all that descends from it."""
+    """A launcher that runs, and all that descends from it.
+
+    Where one command runs several hosts it is the launcher, and what its agent has launched on this one is its own.
+    """
 
     launcher: Process
     descendants: tuple[Process, ...]
@@ -54,9 +57,9 @@ class Run:
 
     @property
     def ranks(self) -> tuple[Process, ...]:
-        """Those that the fork server, the launcher's child, has put into groups of their own."""
-        servers = {process.pid for process in self.descendants if process.parent == self.launcher.pid}
-        return tuple(p for p in self.descendants if p.parent in servers and p.group == p.pid)
+        """Those that a fork server, a launcher's child, has put into groups of their own."""
+        servers = {p.pid for p in self.descendants if p.launcher is not None and p.parent == p.launcher.pid}
+        return tuple(p for p in self.descendants if p.parent in servers and p.pid not in servers and p.group == p.pid)
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,14 @@ def sort_out(processes: Collection[Process], *, living: Collection[Launcher], sp
     """
     ordered = sorted(processes, key=lambda process: (process.started, process.pid))
     identity = {process.pid: Launcher(process.pid, process.started) for process in ordered}
+    heads = [head for head in ordered if identity[head.pid] in living]
+    agents = {
+        identity[head.pid]: head for head in heads if head.launcher in living and _started_by(head, head.launcher)
+    }
     runs = tuple(
-        Run(head, tuple(process for process in ordered if process.launcher == identity[head.pid]))
-        for head in ordered
-        if identity[head.pid] in living
+        Run(head, tuple(p for p in ordered if _head_of(p, agents) == identity[head.pid]))
+        for head in heads
+        if identity[head.pid] not in agents
     )
     orphans = tuple(
         process
@@ -90,6 +97,17 @@ def sort_out(processes: Collection[Process], *, living: Collection[Launcher], sp
         and process.pid not in spared
     )
     return Findings(runs, orphans)
+
+
+def _started_by(process: Process, launcher: Launcher | None) -> bool:
+    """Whether a launcher has started the process itself, rather than a rank of it."""
+    return launcher is not None and process.parent == launcher.pid
+
+
+def _head_of(process: Process, agents: Mapping[Launcher, Process]) -> Launcher | None:
+    """The launcher of the run to which the process belongs."""
+    launcher = process.launcher
+    return agents[launcher].launcher if launcher is not None and launcher in agents else launcher
 
 
 def look() -> Findings:

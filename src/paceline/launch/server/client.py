@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from paceline.launch.counts import usable_cores
+from paceline.launch.dispositions import OF_SUPERVISOR
 from paceline.launch.layout import shared_environment
 from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.wire import Message, Receiver, send
@@ -51,13 +52,17 @@ class ForkServer:
     def __init__(self, spec: LaunchSpec) -> None:
         self.control, theirs = socket.socketpair()
         self._receiver = Receiver(self.control)
+        # Until it has a say in it no signal is to end it, and no key: python's own start takes a while.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, OF_SUPERVISOR)
         try:
             self._process = _start(spec, theirs.fileno())
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             theirs.close()
         self._order(
             {
                 "do": "prepare",
+                "mask": [int(signum) for signum in mask],
                 "target": spec.target,
                 "is_module": spec.is_module,
                 "is_command": spec.is_command,
@@ -134,6 +139,7 @@ def _start(spec: LaunchSpec, control: int) -> "subprocess.Popen[bytes]":
         command,
         env={**os.environ, **shared, **own_mark()},
         pass_fds=[control],
+        preexec_fn=os.setpgrp,
         # A rank is in the background of the terminal, where a read would stop it.
         stdin=subprocess.DEVNULL if os.isatty(0) else None,
     )

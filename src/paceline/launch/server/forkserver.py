@@ -17,9 +17,10 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import NoReturn
 
-from paceline.launch.dispositions import Dispositions, only_wake
+from paceline.launch.dispositions import OF_SUPERVISOR, Dispositions, only_wake
 from paceline.launch.prctl import die_with_parent, outlive_parent
 from paceline.launch.ranks import rank as ranks
 from paceline.launch.wire import Message, Receiver, send
@@ -40,7 +41,6 @@ PRELOADED = (
 # of them want. Only for scripts that make one, since the others would wait for it.
 _COMPILER = "torch._dynamo"
 _WANT_COMPILER = (b"optim", b"nn.parallel")
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 # When the supervisor is gone: for ranks to end on SIGTERM, then for what they left behind to end by itself.
 _ORPHAN_GRACE_S = 1.0
 _LINGER_S = 0.5
@@ -50,8 +50,8 @@ def main() -> Callable[[], None]:
     """Serve one launch; returns only in a rank, and returns what runs the script there."""
     os.setpgid(0, 0)
     die_with_parent(os.getppid())
-    dispositions = Dispositions.capture([*_IGNORED, signal.SIGCHLD])
-    for signum in _IGNORED:
+    dispositions = Dispositions.capture([*OF_SUPERVISOR, signal.SIGCHLD])
+    for signum in OF_SUPERVISOR:
         signal.signal(signum, signal.SIG_IGN)
     server = _Server(socket.socket(fileno=int(sys.argv[1])), dispositions)
     return server.serve()
@@ -123,6 +123,9 @@ class _Server:
         """Do as the supervisor says. Returns something only in a rank: what runs the script there."""
         if order["do"] == "prepare":
             self._job = order
+            # They were held back while python started; from now on they are ignored.
+            self._dispositions = replace(self._dispositions, mask=frozenset(order["mask"]))
+            self._dispositions.restore_mask()
             if not order["is_command"]:
                 preload(order["target"])
             outlive_parent()  # from here on its end is seen on the control socket, and the ranks are ended in order
@@ -146,7 +149,7 @@ class _Server:
             _pass(gate)
             birth = order | dict(zip(("stdout", "stderr", "report", "page"), fds, strict=True))
             ranks.become(birth, server_pid=self._pid, dispositions=self._dispositions)
-            return ranks.runner(birth, self._job)
+            return ranks.runner(birth, self._job, self._dispositions)
         for fd in fds:
             os.close(fd)
         with contextlib.suppress(OSError):  # the rank does it too: the group exists, whichever of us comes first

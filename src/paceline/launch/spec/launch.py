@@ -77,9 +77,9 @@ class LaunchSpec:
             )
         if not self.grace_s >= 0:
             raise LaunchError(f"expected a grace of 0 seconds or more, but got {self.grace_s:g}")
-        if not self.hang_timeout_s >= 0:
+        if not (self.hang_timeout_s >= 1 or self.hang_timeout_s == 0):  # a shorter look would cost more than it tells
             raise LaunchError(
-                f"expected a hang timeout of more than 0 seconds, or 0 for none, but got {self.hang_timeout_s:g}"
+                f"expected a hang timeout of at least 1 second, or 0 for none, but got {self.hang_timeout_s:g}"
             )
         if self.hang_timeout_s and self.is_command:
             raise LaunchError(
@@ -87,8 +87,7 @@ class LaunchSpec:
                 "not have; leave one of the two out"
             )
         if self.is_command:
-            if shutil.which(self.target) is None:
-                raise LaunchError(f"no such program: {self.target!r} (looked along PATH)")
+            _check_program(self.target)
         elif not self.is_module:
             _check_script(self.target)
 
@@ -112,6 +111,19 @@ def _check_num_ranks(num_ranks: int) -> None:
             f"-n {num_ranks} is more than this host can hold: {open_files} open files allow {most} ranks; "
             "start fewer, or raise `ulimit -n`"
         )
+
+
+def _check_program(target: str) -> None:
+    if shutil.which(target) is not None:
+        return
+    if os.path.dirname(target) and os.path.isdir(target):
+        raise LaunchError(f"{target!r} is a folder, so --no-python cannot start it")
+    if os.path.dirname(target) and os.path.exists(target):
+        raise LaunchError(
+            f"{target!r} may not be executed by this user; make it executable (chmod +x), or leave --no-python out if "
+            "it is a script of Python's"
+        )
+    raise LaunchError(f"no such program: {target!r} (looked along PATH)")
 
 
 def _check_script(path: str) -> None:

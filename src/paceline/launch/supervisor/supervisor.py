@@ -75,6 +75,7 @@ class _Supervisor:
         self._num_lives = 0
         self._num_restarts = 0
         self._is_server_gone = False
+        self._port_of_rank: socket.socket | None = None  # kept for a single rank's own store
         self._succeeded: Life | None = None  # while other hosts' ranks are waited for
         self._rendezvous = audience.meet(spec, self._run_id, self)
         self._claims = Claims(self._loop, self._rendezvous, self._course, is_alone=spec.nodes.is_alone)
@@ -102,15 +103,21 @@ class _Supervisor:
         finally:
             self._server.end()
             self._rendezvous.close()
+            if self._port_of_rank is not None:
+                self._port_of_rank.close()
             self._loop.close()
 
     # -- lives ---------------------------------------------------------------------------------------------------
 
     def on_layout(self, layout: Layout, listener: socket.socket | None, hosts: Sequence[str]) -> None:
         """The hosts have met: bear all ranks, at a store of their own."""
-        if listener is not None:
+        if self._port_of_rank is not None:
+            self._port_of_rank.close()
+        if listener is not None and layout.has_hosted_store:
             with listener:
                 self._server.host_store(listener, layout.address, layout.port)
+        else:
+            self._port_of_rank = listener
         if hosts:
             own = None if self._spec.nodes.shares_output else layout.node_rank
             self._audience.sum_up(describe_layout(layout, hosts, own=own))
