@@ -15,7 +15,7 @@ from paceline.bench.report.drawing import Text, spread, width_of
 from paceline.bench.report.figures import figures_of
 from paceline.bench.report.figures.timeline import cut
 from paceline.bench.report.page import WIDTHS, page_of
-from paceline.bench.report.scales import from_zero, of_powers, until
+from paceline.bench.report.scales import from_zero, of_powers, until, within
 from paceline.bench.results import DATA_PARALLEL, MORE_THREADS, ONE_PROCESS, OURS, TORCHS, Bench, Run, Span
 from paceline.errors import BenchError
 from support.benches import ALONE_S, HOSTILE, MACHINE, MIB, SUBJECT, at_random, bench_on, hostile, on_gpus
@@ -189,6 +189,8 @@ def test_axes_name_round_values():
     decades = of_powers(2.5e-5, 0.04, 10, str, "")
     assert decades.ticks == pytest.approx((1e-5, 1e-4, 1e-3, 1e-2, 1e-1))
     assert decades.place(1e-3, 0, 100) == pytest.approx(50)
+    powers = within(2000, 70_000, 4, str, "")
+    assert (powers.low, powers.high, powers.ticks) == (2000, 70_000, (4096, 16384, 65536))
     assert of_powers(1024, 1024, 4, str, "").ticks == (1024, 4096)
 
 

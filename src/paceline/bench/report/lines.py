@@ -17,7 +17,7 @@ class Series:
 
     Attributes:
         points: in ascending x, at least one.
-        says: of each point, to who points at it; empty for a line that has no marks.
+        says: of each point, to who points at it; a point of which nothing is said has no mark.
     """
 
     label: str
@@ -44,21 +44,19 @@ def line_chart(series: list[Series], x_axis: Axis, y_axis: Axis, width: float) -
         if len(points) > 1:
             drawing.add(Line(points, one.colour, 1.5 if one.is_dashed else 2.25, one.is_dashed))
         drawing.add(*(Mark(x, y, one.colour, one.shape, says) for (x, y), says in zip(points, one.says, strict=False)))
-    _name_ends(drawing, list(zip(series, names, ends, strict=True)), right)
+    _name_ends(drawing, list(zip(series, names, ends, strict=True)))
     return drawing
 
 
-def _name_ends(drawing: Drawing, ends: list[tuple[Series, str, Point]], right: float) -> None:
-    """Beside the chart, apart from one another, or below the end of a line that does not reach its edge."""
-    beside = [end for end in ends if end[2][0] > right - 1]
-    places = spread([y for _, _, (_, y) in beside], ROW, TOP + 2, drawing.height - BOTTOM)
-    for (one, name, (x, y)), place in zip(beside, places, strict=True):
-        if abs(place - y) > 3:
-            drawing.add(Line(((x + 6, y), (x + GAP - 3, place)), "grid"))
-        drawing.add(Text(x + GAP, place + 4, name, one.colour, is_bold=not one.is_dashed))
-    for one, name, (x, y) in ends:
-        if x <= right - 1:
-            drawing.add(Text(x + 6, y + 18, name, one.colour, is_bold=not one.is_dashed))
+def _name_ends(drawing: Drawing, ends: list[tuple[Series, str, Point]]) -> None:
+    """To the right of where the lines end; where several end at one x, apart from one another."""
+    for x in {x for _, _, (x, _) in ends}:
+        here = [end for end in ends if end[2][0] == x]
+        places = spread([y for _, _, (_, y) in here], ROW, TOP + 2, drawing.height - BOTTOM)
+        for (one, name, (_, y)), place in zip(here, places, strict=True):
+            if abs(place - y) > 3:
+                drawing.add(Line(((x + 6, y), (x + GAP - 3, place)), "grid"))
+            drawing.add(Text(x + GAP, place + 4, name, one.colour, is_bold=not one.is_dashed))
 
 
 def _grid(drawing: Drawing, x_axis: Axis, y_axis: Axis, left: float, right: float, width: float) -> None:

@@ -1,5 +1,6 @@
 """Where a value lies on an axis, and which values an axis names."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ def until(high: float, text: Callable[[float], str], label: str, *, most: int = 
     step = step_for(high, most)
     ticks = tuple(round(index * step, 12) for index in range(math.floor(high / step + 1e-9) + 1))
     return Axis(0.0, high, ticks, text, label)
+
+
+def within(low: float, high: float, base: int, text: Callable[[float], str], label: str, *, most: int = 6) -> Axis:
+    """A logarithmic axis from exactly ``low`` to exactly ``high``, with ticks as `of_powers` has."""
+    wide = of_powers(low, high, base, text, label, most=most)
+    ticks = tuple(tick for tick in wide.ticks if low * (1 - 1e-9) <= tick <= high * (1 + 1e-9))
+    return dataclasses.replace(wide, low=low, high=high, ticks=ticks)
 
 
 def of_powers(low: float, high: float, base: int, text: Callable[[float], str], label: str, *, most: int = 6) -> Axis:

@@ -8,7 +8,7 @@ from paceline.bench.report.drawing import Drawing, Point
 from paceline.bench.report.figures.figure import Figure, Table
 from paceline.bench.report.lines import Series, line_chart
 from paceline.bench.report.looks import backend_colour
-from paceline.bench.report.scales import Axis, from_zero, of_powers
+from paceline.bench.report.scales import Axis, from_zero, of_powers, within
 from paceline.bench.results import Bench, Collective
 
 SHAPES = ("circle", "diamond", "triangle", "square")
@@ -83,7 +83,7 @@ def _range(series: Sequence[Series]) -> tuple[float, float]:
 
 def _sizes(chosen: Sequence[Collective], width: float) -> Axis:
     low, high = chosen[0].size_bytes, chosen[-1].size_bytes
-    return of_powers(low, high, 4, units.size, "bytes of the tensor", most=4 if width < 420 else 8)
+    return within(low, high, 4, units.size, "bytes of the tensor", most=4 if width < 420 else 8)
 
 
 def _rate(size_bytes: int, time_s: float) -> str:

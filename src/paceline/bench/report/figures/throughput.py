@@ -49,7 +49,7 @@ def efficiency(bench: Bench) -> Figure | None:
     def draw(width: float) -> Drawing:
         return line_chart(series, _devices(bench, runs), from_zero(top, units.percent, "share of the ideal"), width)
 
-    says = "How much of what is added is gained. Ideal are as many times one process as there are devices."
+    says = "How much of what is added is gained. Lines begin at one process, which is 100 %."
     table = _table(bench, runs, bench.efficiency, units.percent)
     return Figure("efficiency", "Scaling efficiency", says, draw, table, is_half=True)
 
@@ -62,7 +62,9 @@ def _runs(bench: Bench, measure: _Measure) -> list[Run]:
 
 
 def _series(bench: Bench, runs: list[Run], measure: _Measure, text: Callable[[float], str]) -> list[Series]:
-    """For each way and backend."""
+    """For each way and backend; all begin at one process."""
+    alone = bench.run(ONE_PROCESS, 1)
+    start = measure(alone) if alone else None
     of_each: dict[str, list[Run]] = {}
     for run in runs:
         if run.way != ONE_PROCESS:  # where the ideal begins
@@ -70,9 +72,13 @@ def _series(bench: Bench, runs: list[Run], measure: _Measure, text: Callable[[fl
     series = []
     for name, own in of_each.items():
         look = look_of(own[0].way)
-        points = tuple((run.num_devices, measure(run) or 0.0) for run in own)
-        says = tuple(f"{named(bench, run)}: {text(y)}" for run, (_, y) in zip(own, points, strict=True))
-        series.append(Series(name, look.colour, points, says, look.shape, is_dashed=own[0].way == MORE_THREADS))
+        points = [(run.num_devices, measure(run) or 0.0) for run in own]
+        says = [f"{named(bench, run)}: {text(y)}" for run, (_, y) in zip(own, points, strict=True)]
+        if start is not None and points[0][0] > 1:
+            points, says = [(1, start), *points], ["", *says]
+        series.append(
+            Series(name, look.colour, tuple(points), tuple(says), look.shape, is_dashed=own[0].way == MORE_THREADS)
+        )
     return series
 
 
