@@ -44,14 +44,14 @@ def load(path: pathlib.Path) -> Bench:
 
 def _bench(told: dict[str, Any]) -> Bench:
     machine = told["machine"]
-    return Bench(
-        Machine(**{**machine, "devices": tuple(machine["devices"])}),
-        Subject(**told["subject"]),
-        tuple(_run(run) for run in told["runs"]),
-        tuple(Span(**span) for span in told["step"]),
-        tuple(Collective(**collective) for collective in told["collectives"]),
-        told["interrupted"],
-    )
+    parts = {
+        "machine": Machine(**{**machine, "devices": tuple(machine["devices"])}),
+        "subject": Subject(**told["subject"]),
+        "runs": tuple(_run(run) for run in told["runs"]),
+        "step": tuple(Span(**span) for span in told["step"]),
+        "collectives": tuple(Collective(**collective) for collective in told["collectives"]),
+    }
+    return Bench(**{**told, **parts})
 
 
 def _run(told: dict[str, Any]) -> Run:

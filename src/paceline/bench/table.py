@@ -1,4 +1,4 @@
-"""A bench as text: tables, and what failed.
+"""A bench as text: the answer, tables, and what failed.
 
 The invariant: a figure that could not be had is a dash.
 """
@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from paceline.bench.report.answer import answer
 from paceline.bench.results import Bench, Run
 
 WIDTH = 100  # where there is no terminal
@@ -19,7 +20,7 @@ _NONE = "–"
 def tables_of(bench: Bench) -> RenderableType:
     """For a console of rich's."""
     measured = [run for run in bench.runs if run.step_s]
-    parts: list[RenderableType] = [Text("\n".join(_heading(bench))), ""]
+    parts: list[RenderableType] = [Text(f"{answer(bench)}.", "bold"), Text("\n".join(_heading(bench))), ""]
     if measured:
         for title, columns in _TABLES.items():
             parts += [_table(title, columns, measured, bench), ""]

@@ -1,12 +1,15 @@
 """``paceline bench``: what several devices would gain, measured here."""
 
 import contextlib
+import dataclasses
 import pathlib
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from paceline.errors import BenchError
 
@@ -101,7 +104,15 @@ def _measure(model: str, batch_size: int | None, ways: str, **given: Any) -> "Be
     names = tuple(KEYS.get(key, key) for key in ways.split(",") if key)
     wanted = Wanted(Recipe(model, batch_size), ways=names, **given)
     with progress_on(Console(stderr=True)) as show:
-        return measure(wanted, show)
+        return dataclasses.replace(measure(wanted, show), command=_command())
+
+
+def _command() -> str:
+    """What was typed, so that it can be typed again."""
+    context = click.get_current_context()
+    told = context.get_parameter_source("threads") is ParameterSource.ENVIRONMENT
+    variable = f"OMP_NUM_THREADS={context.params['threads']} " if told else ""
+    return variable + shlex.join(["paceline", *sys.argv[1:]])
 
 
 def _check_folder(path: str | None) -> None:
