@@ -3,8 +3,10 @@
 import os
 import pathlib
 import re
+import shutil
 import signal
 import sys
+import tempfile
 
 import pytest
 
@@ -414,3 +416,51 @@ def test_a_torch_that_cannot_be_imported_is_an_error_of_the_launch(tmp_path):
     assert ran.stderr.splitlines()[-1] == (
         "paceline: the fork server ended with exit code 1; no rank was started; what it said stands above"
     )
+
+
+@pytest.fixture
+def open_folder():
+    """One that all users may enter."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        yield pathlib.Path(folder)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, and setpriv")
+def test_a_rank_that_becomes_another_users_is_named_and_not_waited_for(open_folder):
+    """As ``--no-python sudo ...`` does it: a copy of the interpreter takes root's rights, and the launcher has none."""
+    interpreter = shutil.copy(sys._base_executable, open_folder / "interpreter")
+    os.chmod(interpreter, 0o4755)
+    script = write_script(
+        open_folder,
+        """
+        import os, pathlib, time
+        if os.geteuid() == 0:
+            os.setresuid(0, 0, 0)
+        (pathlib.Path(__file__).parent / f"user{os.getuid()}").touch()
+        time.sleep(600)
+        """,
+    )
+    rights = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]  # to find all that a test is made of
+    unprivileged = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", *rights]
+    arguments = ["--grace", "0.1", "--no-python", interpreter, "-E", script]
+    process = start([*unprivileged, *PACELINE, "run", *arguments], cwd="/")
+    try:
+        wait_until(lambda: list(open_folder.glob("user*")) or process.poll())
+        if not (open_folder / "user0").exists():
+            pytest.skip("programs do not change their user here")
+        (rank,) = [pid for pid in processes_with(script) if os.stat(f"/proc/{pid}").st_uid == 0 and pid != process.pid]
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert in_the_end(err) == (
+            f"paceline: interrupted by SIGINT; rank 0 (pid {rank}) has become another user's process, which this "
+            "launcher may not end: it goes on\n"
+        )
+        assert processes_with(script) == [rank]
+    finally:
+        process.kill()
+        for pid in processes_with(script):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=60)
+        wait_until(lambda: gone(open_folder))

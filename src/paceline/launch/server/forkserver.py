@@ -237,7 +237,8 @@ class _Server:
             os.waitpid(self._store_pid, 0)
             self._store_pid = 0
         for pid in self._children:
-            os.waitpid(pid, 0)
+            if _may_signal(pid):  # else it is another user's, and ends when they want it to
+                os.waitpid(pid, 0)
         deadline = time.monotonic() + _LINGER_S
         while self._signal_groups(0) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -279,6 +280,14 @@ def _signal_group(group: int, signum: int) -> bool:
     try:
         os.killpg(group, signum)
     except (ProcessLookupError, PermissionError):  # empty; or it changed its user, and is no longer ours to end
+        return False
+    return True
+
+
+def _may_signal(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
         return False
     return True
 

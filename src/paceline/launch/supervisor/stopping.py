@@ -68,7 +68,7 @@ class Stopping:
         """Of a rank that has become another user's, as `sudo` does: only they can end it."""
         rank, pid = self._life.layout.first_rank + local_rank, dict(self._life.living())[local_rank]
         self._course.broken = self._course.broken or (
-            f"rank {rank} (pid {pid}) runs as another user, whose processes this launcher may not end; it goes on"
+            f"rank {rank} (pid {pid}) has become another user's process, which this launcher may not end: it goes on"
         )
         self._life.lost([local_rank])
 

@@ -79,7 +79,8 @@ class Verdict:
         self._audience.say(describe_interrupt({first_rank + rank: report for rank, report in reports.items()}))
         if self._course.had_failed and life is not None:
             self.tell_failure(life)
-        self._audience.sum_up(f"paceline: interrupted by {signum.name}, all ranks have ended\n")
+        how = f"; {self._course.broken}" if self._course.broken else ", all ranks have ended"
+        self._audience.sum_up(f"paceline: interrupted by {signum.name}{how}\n")
 
     def _describe(self, life: Life) -> str:
         """How a life has failed; where another host failed first, that."""
