@@ -11,7 +11,7 @@ import pytest
 from paceline.bench import report
 from paceline.bench.report import units
 from paceline.bench.report.answer import answer, headlines, more, warnings
-from paceline.bench.report.drawing import Text, spread, width_of
+from paceline.bench.report.drawing import Line, Mark, Text, spread, width_of
 from paceline.bench.report.figures import figures_of
 from paceline.bench.report.figures.timeline import cut
 from paceline.bench.report.page import WIDTHS, page_of
@@ -130,6 +130,20 @@ def test_tables_hold_the_figures():
     assert ("paceline DataParallel", "2 replicas", "183 MiB", "64 MiB", "1.48") in tables["memory"].rows
     assert ("gloo", "2", "64 MiB", "1.24 GB/s", "9.00 GB/s") in tables["bandwidth"].rows
     assert ("rank 0", "waiting for averages", "37.0 ms", "39.8 ms", "2.80 ms") in tables["timeline"].rows
+
+
+def test_lines_begin_at_one_process_and_have_marks_where_something_was_measured():
+    [throughput, *_] = figures_of(bench_of(ALONE, run_of(OURS, 2, 0.04), run_of(OURS, 4, 0.05)))
+    drawing = throughput.draw(620)
+    [line] = [part for part in drawing.parts if isinstance(part, Line) and part.colour == "ours"]
+    [ideal] = [part for part in drawing.parts if isinstance(part, Line) and part.is_dashed]
+    assert len(line.points) == 3
+    assert line.points[0] == ideal.points[0]
+    assert [part.says for part in drawing.parts if isinstance(part, Mark)] == [
+        "one process: 1,600 samples/s",
+        "paceline DDP, 2 ranks: 3,200 samples/s",
+        "paceline DDP, 4 ranks: 5,120 samples/s",
+    ]
 
 
 def test_a_bucket_is_hidden_but_for_where_its_rank_waits():

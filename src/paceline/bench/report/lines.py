@@ -43,14 +43,15 @@ def line_chart(series: list[Series], x_axis: Axis, y_axis: Axis, width: float) -
         ends.append(points[-1])
         if len(points) > 1:
             drawing.add(Line(points, one.colour, 1.5 if one.is_dashed else 2.25, one.is_dashed))
-        drawing.add(*(Mark(x, y, one.colour, one.shape, says) for (x, y), says in zip(points, one.says, strict=False)))
+        marked = zip(points, one.says, strict=False)
+        drawing.add(*(Mark(x, y, one.colour, one.shape, says) for (x, y), says in marked if says))
     _name_ends(drawing, list(zip(series, names, ends, strict=True)))
     return drawing
 
 
 def _name_ends(drawing: Drawing, ends: list[tuple[Series, str, Point]]) -> None:
     """To the right of where the lines end; where several end at one x, apart from one another."""
-    for x in {x for _, _, (x, _) in ends}:
+    for x in sorted({x for _, _, (x, _) in ends}):
         here = [end for end in ends if end[2][0] == x]
         places = spread([y for _, _, (_, y) in here], ROW, TOP + 2, drawing.height - BOTTOM)
         for (one, name, (_, y)), place in zip(here, places, strict=True):
