@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ def _measure(model: str, batch_size: int | None, ways: str, **given: Any) -> "Be
         from paceline.bench.ways import KEYS
     names = tuple(KEYS.get(key, key) for key in ways.split(",") if key)
     wanted = Wanted(Recipe(model, batch_size), ways=names, **given)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the command begins
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     with progress_on(Console(stderr=True)) as show:
         return dataclasses.replace(measure(wanted, show), command=_command())
 
