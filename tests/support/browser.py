@@ -115,8 +115,11 @@ class Browser:
         return [params["request"]["url"] for params in sent]
 
     def close(self) -> None:
-        self._session = None
-        self.call("Browser.close")
-        self._process.wait(30)
-        os.close(self._to)
-        os.close(self._from)
+        try:
+            self._session = None
+            self.call("Browser.close")
+            self._process.wait(30)
+        finally:
+            self._process.kill()
+            os.close(self._to)
+            os.close(self._from)
