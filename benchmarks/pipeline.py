@@ -1,16 +1,21 @@
 """Pipelines: how much their lanes wait, and what they keep, beside what theory says.
 
-    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 40] [--microbatches 4 8]  # a thread for each stage
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 16] [--microbatches 4 8]  # a thread for each stage
     OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/pipeline.py              # a rank for each stage
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --bytes [--stages 4]
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --draw docs/figures
 
-Waits: two equal stages of six layers of 512, with one thread each, on microbatches of 128 rows. "measured" is the share
-of the lanes' time in which they wait, from the first action to the last; "theory" is (p - 1) / (m + p - 1). What else
-runs on the machine makes lanes wait for one another, so it is the median over the quarter of the rounds that were
-fastest, with the least and the most of them. "speed" is the time of the undivided model in one thread, with gradients
-accumulated over the same microbatches, over that of the pipeline, both the median of their fastest quarter: at best p
-times what theory leaves.
+Waits: two stages of six layers of 768, with one thread each, on microbatches of 192 rows. A forward takes some 25 ms,
+a backward 50, so that what a lane does between two actions, a tenth of a millisecond, hardly counts. The stages are
+equal: the first computes the gradient of its input, too, as if there were a stage before it.
+
+"measured" is the share of the lanes' time in which they wait, from the first action to the last. "equal" is the theory
+for equal stages, (p - 1) / (m + p - 1). "priced" is that of the same schedule with the times that each stage's forward
+and backward took here, on the median: what is above it is the runner's, or the machine's. What else runs on the machine
+makes lanes wait for one another, so "measured" and "priced" are medians over the quarter of the rounds that were
+fastest; "from - to" are the least and the most of "measured" there. "speed" is the time of the undivided model in one
+thread, with gradients accumulated over the same microbatches, over that of the pipeline, both the median of their
+fastest quarter: at best p times what theory leaves. All takes two minutes on a machine where nothing else runs.
 
 Bytes: the most that each stage keeps from forward to backward, by ``Pipeline.measure_bytes``, in microbatches' worth.
 
@@ -28,17 +33,26 @@ import torch.distributed as dist
 from torch import nn
 
 import paceline
-from paceline.pipeline import draw, make_schedule
+from paceline.pipeline import Action, draw, make_schedule
+from paceline.pipeline.clock import Placed, bubble_fraction, place
 
-WIDTH, ROWS = 512, 128
+WIDTH, ROWS = 768, 192
+
+
+class Entry(nn.Module):
+    """Has the first stage compute the gradient of its input, as all others do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.detach().requires_grad_()
 
 
 def stages_of(num_stages: int) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [
+    stages = [
         nn.Sequential(*(layer for _ in range(6) for layer in (nn.Tanh(), nn.Linear(WIDTH, WIDTH))))
         for _ in range(num_stages)
     ]
+    return [nn.Sequential(Entry(), *stages[0]), *stages[1:]]
 
 
 def mean(output: torch.Tensor) -> torch.Tensor:
@@ -51,36 +65,58 @@ def seconds(step: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def priced(pipeline: paceline.Pipeline, times: list[Placed]) -> float:
+    """The bubble of the schedule, with the median times of each stage's forwards and backwards."""
+    took: dict[tuple[str, int], list[float]] = {}
+    for item in times:
+        took.setdefault((item.action.kind, item.action.stage), []).append(item.end - item.begin)
+
+    def duration(action: Action) -> float:
+        return statistics.median(took[action.kind, action.stage])
+
+    return bubble_fraction(place(pipeline.schedule(), duration), num_lanes=2)
+
+
 def show_waits(rounds: int, counts: list[int]) -> None:
     is_over_ranks = dist.is_initialized() and dist.get_world_size() > 1
     lanes = {"ranks": [0, 1]} if is_over_ranks else {"devices": ["cpu", "cpu"]}
     speaks = not is_over_ranks or dist.get_rank() == 0
     if speaks:
-        print(f"{'':24}{'measured':>10}{'from - to':>16}{'theory':>9}{'speed':>8}")
+        print(f"{'':24}{'measured':>10}{'from - to':>16}{'equal':>9}{'priced':>9}{'speed':>8}")
+    alone = {count: seconds_alone(count, rounds // 4) if speaks else 0.0 for count in counts}
     for name in ("gpipe", "1f1b"):
         for count in counts:
             pipeline = paceline.Pipeline(stages_of(2), microbatches=count, schedule=name, loss=mean, **lanes)
-            whole = nn.Sequential(*stages_of(2))
             x = torch.randn(count * ROWS, WIDTH)
-
-            def accumulate(whole: nn.Module = whole, x: torch.Tensor = x, count: int = count) -> None:
-                for part in x.chunk(count):
-                    (mean(whole(part)) / count).backward()
-
-            steps, alone = [], []
+            steps = []
             for _ in range(rounds):
-                took = seconds(lambda pipeline=pipeline, x=x: pipeline.forward_backward(x))
-                steps.append((took, pipeline.measured_bubble()))
-                alone.append(seconds(accumulate) if speaks else 0.0)
                 if is_over_ranks:
                     dist.barrier()
+                took = seconds(lambda pipeline=pipeline, x=x: pipeline.forward_backward(x))
+                steps.append((took, pipeline.measured_bubble(), priced(pipeline, pipeline.last_step())))
             fastest = sorted(steps)[: max(1, rounds // 4)]
-            bubbles = sorted(bubble for _, bubble in fastest)
-            speed = sorted(alone)[rounds // 8] / statistics.median(took for took, _ in fastest)
+            times, bubbles, prices = zip(*fastest, strict=True)
             if speaks:
                 row = f"{name}, {count} microbatches"
-                span = f"{bubbles[0]:.1%} - {bubbles[-1]:.1%}"
-                print(f"{row:24}{statistics.median(bubbles):10.1%}{span:>16}{1 / (count + 1):9.1%}{speed:8.2f}")
+                span = f"{min(bubbles):.1%} - {max(bubbles):.1%}"
+                print(
+                    f"{row:24}{statistics.median(bubbles):10.1%}{span:>16}{1 / (count + 1):9.1%}"
+                    f"{statistics.median(prices):9.1%}{alone[count] / statistics.median(times):8.2f}",
+                    flush=True,
+                )
+
+
+def seconds_alone(count: int, rounds: int) -> float:
+    """Of the undivided model in one thread."""
+    whole = nn.Sequential(*stages_of(2))
+    x = torch.randn(count * ROWS, WIDTH)
+
+    def accumulate() -> None:
+        for part in x.chunk(count):
+            (mean(whole(part)) / count).backward()
+
+    took = sorted(seconds(accumulate) for _ in range(max(4, rounds)))
+    return statistics.median(took[: max(1, len(took) // 4)])
 
 
 def show_bytes(num_stages: int) -> None:
@@ -107,7 +143,7 @@ def draw_all(folder: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--stages", type=int, default=4)

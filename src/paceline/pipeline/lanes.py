@@ -53,7 +53,7 @@ class Results:
     Attributes:
         losses: of each microbatch; where the last stage is, in training.
         outputs: of each microbatch; where the last stage is, in evaluation.
-        times: of each action, in seconds of ``perf_counter``; waits are not in it.
+        times: of each action, in seconds of ``perf_counter``, with handing over what it made; waits are not in it.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -111,11 +111,11 @@ def run_lane(
                     made = _forward(stage, microbatch, needed, batch, keeps=keeps, is_last=number == last)
         except Exception as error:
             raise retold(error, f"stage {number}, microbatch {microbatch}, {_WORDS[kind]}") from error
-        results.times.append(Placed(lane, action, begin, time.perf_counter()))
         if kind == "F" and number == last:
             (results.losses if keeps else results.outputs).append(made)
         elif kind == "F" or number > 0:
             carrier.give(action, made)
+        results.times.append(Placed(lane, action, begin, time.perf_counter()))
     return results
 
 

@@ -193,17 +193,31 @@ class Pipeline(Module):
         """
         return self._schedule if num_microbatches is None else self._terms.schedule(num_microbatches)
 
-    def measured_bubble(self) -> float:
-        """The share of the lanes' time in which they waited, in the last step; over ranks, a collective call.
+    def last_step(self) -> list[Placed]:
+        """When the last step ran what; over ranks, a collective call.
 
         On accelerators it is the host's time that is measured. Times of several hosts are compared by their clocks.
+
+        Returns:
+            For each action its lane, and when it began and ended, in seconds from a moment of no meaning. Waits are
+            what is between them.
+        Raises:
+            PipelineError: no step has been run.
+        """
+        times = self._runner.all_times()
+        if not times:
+            raise PipelineError("no step has been run yet, so none has been measured.")
+        return times
+
+    def measured_bubble(self) -> float:
+        """The share of the lanes' time in which they waited, in the last step; over ranks, a collective call.
 
         Returns:
             Between 0 and 1; ``clock.bubble_fraction`` of the schedule is what to expect.
         Raises:
             PipelineError: no step has been run.
         """
-        return bubble_fraction(self._last_times(), len(self._schedule.lanes))
+        return bubble_fraction(self.last_step(), len(self._schedule.lanes))
 
     def draw_last_step(self) -> str:
         """The last step as it ran, as an SVG; over ranks, a collective call.
@@ -211,15 +225,9 @@ class Pipeline(Module):
         Raises:
             PipelineError: no step has been run.
         """
-        times, num_lanes = self._last_times(), len(self._schedule.lanes)
+        times, num_lanes = self.last_step(), len(self._schedule.lanes)
         title = f"{self._schedule.name}, measured: bubble {bubble_fraction(times, num_lanes):.1%}"
         return draw_placed(times, num_lanes, title)
-
-    def _last_times(self) -> list[Placed]:
-        times = self._runner.all_times()
-        if not times:
-            raise PipelineError("no step has been run yet, so none has been measured.")
-        return times
 
     @contextlib.contextmanager
     def measure_bytes(self) -> Iterator[dict[int, int]]:
