@@ -220,10 +220,13 @@ def test_a_writer_whose_draft_was_taken_for_abandoned_begins_another(tmp_path, m
     assert (tmp_path / "a.pt").read_bytes() == b"whole"
 
 
-def test_a_symbolic_link_stays_and_files_have_the_usual_permissions(tmp_path):
+def test_a_symbolic_link_stays_and_files_have_the_usual_permissions_or_those_that_they_had(tmp_path):
     (tmp_path / "link.pt").symlink_to("a.pt")
     paceline.save(1, tmp_path / "link.pt")
     (tmp_path / "plain").touch()
     assert (tmp_path / "link.pt").is_symlink()
     assert paceline.load(tmp_path / "a.pt") == 1
     assert (tmp_path / "a.pt").stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "a.pt").chmod(0o600)
+    paceline.save(2, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_mode & 0o777 == 0o600

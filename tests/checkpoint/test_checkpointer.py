@@ -21,6 +21,8 @@ from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from support.ranks import RankError, run_ranks
 
+NAN = float("nan")
+
 
 class Number:
     """The smallest thing that has a state."""
@@ -50,7 +52,7 @@ def test_the_last_ones_and_the_best_stay():
     assert retention.steps_among(names) == [12_345_678_901, 5]
 
 
-@pytest.mark.parametrize(("best", "metrics", "kept"), [("max", [1, 9, 3, 4, 5], 2), ("min", [3, 4, 1, 2, 3], 3)])
+@pytest.mark.parametrize(("best", "metrics", "kept"), [("max", [NAN, 9, 3, NAN, 5], 2), ("min", [3, 4, 1, 2, NAN], 3)])
 def test_a_run_keeps_the_last_ones_and_the_best_also_after_it_was_resumed(tmp_path, best, metrics, kept):
     for part in (metrics[:3], metrics[3:]):
         with paceline.Checkpointer(tmp_path, every=1, keep=1, best=best, number=Number()) as checkpoints:
@@ -85,6 +87,41 @@ def test_what_a_run_that_was_killed_had_begun_to_write_is_removed(tmp_path):
     (tmp_path / ".step-0000000006.pt.0123456789abcdef.draft").touch()
     paceline.Checkpointer(tmp_path, every=1, number=Number())
     assert os.listdir(tmp_path) == []
+
+
+def test_a_good_checkpoint_that_cannot_be_read_stays_what_it_is(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't allocate memory")
+
+    with paceline.Checkpointer(tmp_path, every=1, number=Number()) as checkpoints:
+        checkpoints.step()
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(CheckpointError, match=r"is as it was written, but could not be read: RuntimeError: can't"):
+        checkpoints.resume()
+    assert os.listdir(tmp_path) == ["step-0000000001.pt"]
+
+
+def test_a_run_that_would_lose_its_checkpoints_to_those_of_another_is_told(tmp_path):
+    with paceline.Checkpointer(tmp_path, every=1, keep=2, number=Number()) as checkpoints:
+        for _ in range(3):
+            checkpoints.step()
+    anew = paceline.Checkpointer(tmp_path, every=1, keep=2, async_=False, number=Number())
+    with pytest.raises(
+        CheckpointError, match=r"^step 1 cannot be saved in .*, which has a checkpoint of step 3, of another run or of"
+    ):
+        anew.step()
+    assert steps_in(tmp_path) == [2, 3]
+    anew.resume()
+    anew.step()
+    assert steps_in(tmp_path) == [3, 4]
+
+
+def test_the_folder_is_the_same_wherever_the_script_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with paceline.Checkpointer("runs", every=1, number=Number()) as checkpoints:
+        monkeypatch.chdir("/")
+        checkpoints.step()
+    assert steps_in(tmp_path / "runs") == [1]
 
 
 def test_where_none_is_good_the_run_does_not_start_anew_unasked(tmp_path):
@@ -135,6 +172,16 @@ def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path):
         checkpoints.resume()
     with pytest.raises(CheckpointError, match=r"^there is no part 'model' to export; there are a, c\.$"):
         checkpoints.export(tmp_path / "a.pt")
+
+
+def test_a_part_that_the_run_lacks_is_logged_and_one_that_does_not_fit_is_named(tmp_path, caplog):
+    with paceline.Checkpointer(tmp_path, every=1, a=Number(), model=nn.Linear(1, 1)) as checkpoints:
+        checkpoints.step()
+    with pytest.raises(RuntimeError, match="size mismatch for weight") as caught:
+        paceline.Checkpointer(tmp_path, every=1, model=nn.Linear(2, 1)).resume()
+    where = f"the checkpoint of step 1 in {tmp_path}"
+    assert [record.getMessage() for record in caplog.records] == [f"{where} has a too, which this run does not load."]
+    assert caught.value.__notes__ == [f"This came up while the part 'model' was loaded: {where}."]
 
 
 @pytest.mark.parametrize(
@@ -230,11 +277,12 @@ def await_the_writer():
             thread.join(60)
 
 
-def test_a_failure_of_the_writer_is_raised_at_the_next_step_once(tmp_path):
+def test_a_failure_of_the_writer_is_logged_and_raised_at_the_next_step_once(tmp_path, caplog):
     checkpoints = paceline.Checkpointer(tmp_path / "a", every=100, number=Number())
     os.rmdir(tmp_path / "a")
     checkpoints.save()
     await_the_writer()
+    assert "step-0000000000.pt could not be written: No such file" in caplog.text  # there may be no next step
     with pytest.raises(CheckpointError, match=r"step-0000000000\.pt could not be written: No such file"):
         checkpoints.step()
     assert checkpoints.num_steps == 1
@@ -342,20 +390,22 @@ def test_a_run_goes_on_with_another_number_of_ranks_and_no_sample_is_lost_or_com
 
 def train_until_told(world, folder):
     number = Number()
-    with paceline.Checkpointer(folder, every=10**9, number=number) as checkpoints:
+    with paceline.Checkpointer(folder, every=100, number=number) as checkpoints:
         for number.value in range(1, 10**6):
             if world.rank == 1 and number.value == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
             if checkpoints.step():
                 break
-        checkpoints.step()  # says so again, and saves no second time
-    return checkpoints.num_steps - 1
+        told = checkpoints.num_steps
+        for _ in range(100):  # who goes on all the same is told again, and saved as ever
+            assert checkpoints.step()
+    return told
 
 
 def test_when_the_job_is_told_to_end_all_ranks_stop_at_one_step_and_it_is_saved(tmp_path):
     first, second = run_ranks(2, train_until_told, str(tmp_path))
     assert first == second >= 5
-    assert steps_in(tmp_path) == [first]
+    assert steps_in(tmp_path)[-2:] == sorted({first, (first + 100) // 100 * 100})
     assert torch.load(tmp_path / retention.name_of(first))["parts"]["number"] == {"value": first}
 
 

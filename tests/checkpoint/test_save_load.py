@@ -14,6 +14,8 @@ from torch import nn
 
 import paceline
 from paceline.checkpoint import format
+from paceline.checkpoint.packing import pack
+from paceline.checkpoint.snapshot import HostMemory
 from paceline.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError
 from support.ranks import expect_errors, run_ranks
 
@@ -80,18 +82,116 @@ def test_safetensors_are_written_and_read_and_tied_weights_stay_tied(tmp_path):
 
 
 def test_safetensors_hold_tensors_by_name_and_nothing_else(tmp_path):
-    expected = r"^a file of safetensors holds a dict of tensors by name, and this is {}\. Give it model\.state_dict\(\)"
+    expected = (
+        r"^a file of safetensors holds a dict of dense tensors by name, and this is {}\. Give it model\.state_dict\(\)"
+    )
     with pytest.raises(CheckpointError, match=expected.format("a dict in which 'step' is a int")):
         paceline.save({"a": torch.ones(1), "step": 3}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match=expected.format("a list")):
         paceline.save([torch.ones(1)], tmp_path / "a.safetensors")
+    sparse = "a dict in which 'a' is a Tensor of torch.float32, torch.sparse_coo, on cpu"
+    with pytest.raises(CheckpointError, match=expected.format(sparse)):
+        paceline.save({"a": torch.eye(2).to_sparse()}, tmp_path / "a.safetensors")
     assert os.listdir(tmp_path) == []
 
 
+def test_the_format_of_safetensors_has_every_dtype_of_the_library_and_names_like_its_own(tmp_path):
+    state = {
+        "format": torch.ones(2, dtype=torch.bfloat16),
+        "pt": torch.ones(3, dtype=torch.complex64).conj().imag,
+        "bits": torch.tensor(True),
+        "narrow": torch.ones(1).to(torch.float8_e4m3fn),
+        "wide": torch.ones(1, dtype=torch.uint64),
+    }
+    paceline.save(state, tmp_path / "a.safetensors")
+    theirs = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    ours = paceline.load(tmp_path / "a.safetensors")
+    for found in (theirs, ours):
+        assert set(found) == set(state)
+        for name, tensor in state.items():
+            assert found[name].dtype == tensor.dtype
+            assert found[name].tolist() == tensor.tolist()
+
+
+def test_a_file_of_safetensors_is_durable_and_a_change_of_any_byte_of_its_tensors_is_found(tmp_path, monkeypatch):
+    path, synced = tmp_path / "a.safetensors", []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append((os.fstat(fd).st_ino, os.fstat(fd).st_size)) or real(fd))
+    paceline.save({"a": torch.arange(4.0)}, path)
+    good = path.read_bytes()
+    assert synced[0] == (path.stat().st_ino, len(good))
+    for place in range(len(good) - 16, len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        with pytest.raises(CheckpointDamagedError, match=r"a\.safetensors is damaged: its sha256 should be"):
+            paceline.load(path)
+    safetensors.torch.save_file({"a": torch.arange(4.0)}, path)  # which knows no checksum
+    assert paceline.load(path)["a"].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
 def test_without_the_package_of_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch):
+    paceline.save({"a": torch.ones(1)}, tmp_path / "a.safetensors")
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(CheckpointError, match=r"pip install 'paceline\[safetensors\]'\.$"):
-        paceline.save({"a": torch.ones(1)}, tmp_path / "a.safetensors")
+        paceline.load(tmp_path / "a.safetensors")
+
+
+KINDS = {
+    "not contiguous": torch.arange(6.0).view(2, 3).t(),
+    "expanded": torch.ones(1).expand(5),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "sparse": torch.eye(3).to_sparse(),
+    "float8": torch.ones(2).to(torch.float8_e4m3fn),
+    "uint64": torch.ones(2, dtype=torch.uint64),
+    "no data": torch.empty(3, device="meta"),
+    "parameter": nn.Parameter(torch.ones(2)),
+    "frozen": nn.Parameter(torch.ones(2), requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("tensor", KINDS.values(), ids=KINDS)
+def test_tensors_of_every_kind_come_back_from_files_from_snapshots_and_from_other_ranks(tmp_path, tensor):
+    paceline.save({"a": tensor}, tmp_path / "a.pt")
+    for found in (paceline.load(tmp_path / "a.pt")["a"], HostMemory().take(tensor).unpack(), pack(tensor).unpack()):
+        assert type(found) is type(tensor)
+        assert (found.dtype, found.shape, found.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+        assert (found.device, found.requires_grad) == (tensor.device, tensor.requires_grad)
+        if tensor.layout == torch.strided:
+            assert found.stride() == tensor.stride()
+        if not tensor.is_meta:
+            assert found.to_dense().tolist() == tensor.to_dense().tolist() if tensor.is_sparse else True
+            assert tensor.is_sparse or found.tolist() == tensor.tolist()
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointError, match=r"folder could not be written: a folder has that name\. What was there"):
+        paceline.save(1, tmp_path / "folder")
+    with pytest.raises(CheckpointError, match=r"pipe could not be written: no file, but a device or a pipe, has that"):
+        paceline.save(1, tmp_path / "pipe")
+    assert sorted(os.listdir(tmp_path)) == ["folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_paths_may_be_bytes_relative_and_of_any_letters(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in (b"a.pt", "b.pt", pathlib.Path("ä 日.pt")):
+        paceline.save(3, path)
+        assert paceline.load(path) == 3
+    assert sorted(os.listdir()) == ["a.pt", "b.pt", "ä 日.pt"]
+
+
+def test_a_good_file_that_cannot_be_read_is_not_called_damaged(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise RuntimeError("can't allocate memory")
+
+    paceline.save(3, tmp_path / "a.pt")
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(
+        CheckpointError, match=r"a\.pt is as it was written, but could not be read: RuntimeError: can't allocate memory"
+    ) as caught:
+        paceline.load(tmp_path / "a.pt")
+    assert not isinstance(caught.value, CheckpointDamagedError)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path):
@@ -140,6 +240,15 @@ def test_no_code_of_a_file_is_run_unless_the_caller_says_so(tmp_path, write):
     assert not (tmp_path / "touched").exists()
     paceline.load(tmp_path / "a.pt", weights_only=False)
     assert (tmp_path / "touched").exists()
+
+
+def test_code_in_an_old_file_of_torch_save_is_not_called_damage(tmp_path):
+    torch.save({"state": Touch(tmp_path / "touched")}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(
+        CheckpointError, match=r"a\.pt holds objects of classes that this old format of torch\.save does"
+    ):
+        paceline.load(tmp_path / "a.pt")
+    assert not (tmp_path / "touched").exists()
 
 
 # -- damage -------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,22 +35,30 @@ class Draft:
         while rest:
             rest = rest[os.write(self.fd, rest) :]
 
+    def write_at(self, place: int, data: bytes) -> None:
+        """Overwrite some bytes of what has been written."""
+        os.pwrite(self.fd, data, place)
+
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Draft]:
     """Give a draft to write to; at the end of the block it takes the place of ``path``, durably.
 
     If the block raises, ``path`` stays what it was, and the draft is removed. A symbolic link stays, and what it points
-    to is replaced.
+    to is replaced. So do the permissions of a file that is replaced.
 
     Raises:
-        OSError: the file system refuses, is full, or fails to make the draft durable.
+        OSError: the file system refuses, is full, or fails to make the draft durable; or there is something under that
+            name that is no file.
     """
     target = os.path.realpath(path)
     folder, name = os.path.split(target)
+    mode = _mode_of(target)
     remove_abandoned(folder, name)
     draft = _begin(folder, name)
     try:
+        if mode is not None:
+            os.fchmod(draft.fd, stat.S_IMODE(mode))
         yield draft
         os.fsync(draft.fd)
         os.replace(draft.path, target)
@@ -87,6 +96,19 @@ def remove_abandoned(folder: str, name: str | None = None) -> None:
                 os.unlink(path)
             finally:
                 os.close(fd)
+
+
+def _mode_of(target: str) -> int | None:
+    """Of the file that is to be replaced; None where there is none yet."""
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):  # a device or a pipe would be gone, and a folder be noticed late
+        raise OSError(
+            errno.EEXIST, f"{'a folder' if stat.S_ISDIR(mode) else 'no file, but a device or a pipe,'} has that name"
+        )
+    return mode
 
 
 def _begin(folder: str, name: str) -> Draft:

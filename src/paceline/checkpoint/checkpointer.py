@@ -5,32 +5,25 @@ of everything, random generators included, is of one moment, between two steps.
 """
 
 import logging
+import math
 import os
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
 
 from paceline import world
 from paceline.checkpoint import files, retention, rng, shards
 from paceline.checkpoint.atomic import remove_abandoned
 from paceline.checkpoint.packing import pack
-from paceline.checkpoint.prefixes import fitted, plainly_named
-from paceline.checkpoint.ranks import on_first, ranks_of
+from paceline.checkpoint.parts import Parts, Stateful, check_needs_no_trust, unsafe_in_state
+from paceline.checkpoint.placing import placed
+from paceline.checkpoint.ranks import Ranks, beside_of, on_all, on_first, ranks_of
 from paceline.checkpoint.saving import save
 from paceline.checkpoint.snapshot import HostMemory, Snapshot
 from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
 logger = logging.getLogger("paceline.checkpoint")
-
-
-class Stateful(Protocol):
-    """Whatever a run consists of."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class Checkpointer:
@@ -60,7 +53,7 @@ class Checkpointer:
         group: the ranks that save; by default all.
         parts: what the run consists of, by names of your choice: anything with ``state_dict`` and ``load_state_dict``,
             ``paceline.amp`` too. They are loaded in this order. Models are saved under their plain names, without
-            ``module.``.
+            ``module.``. Where one holds sharded tensors (DTensor), each rank saves and loads its own part.
     Attributes:
         num_steps: how many steps the run has done; ``resume`` sets it.
     Raises:
@@ -84,21 +77,18 @@ class Checkpointer:
             raise CheckpointError(f"every={every} and keep={keep}: expected 1 or more of each.")
         if best not in ("max", "min", None):
             raise CheckpointError(f"best={best!r}: expected 'max' or 'min', as the metric is to be, or None.")
-        stateless = [name for name, part in parts.items() if not _is_stateful(part)]
-        if stateless or not parts:
-            given = ", ".join(f"{name} is a {type(parts[name]).__name__}" for name in stateless) or "there is none"
-            raise CheckpointError(f"a part needs state_dict() and load_state_dict(), and {given}.")
-        self.directory = os.fspath(directory)
+        self._parts = Parts(parts)
+        self.directory = os.path.abspath(os.fsdecode(directory))  # wherever the script goes meanwhile
         self.num_steps = 0
         self._every, self._keep, self._is_async = every, keep, async_
         self._sign = {"max": 1, "min": -1, None: 0}[best]
         self._stop, self._weights_only = stop, weights_only
-        self._parts = parts
         self._ranks = ranks_of(group, alone=False)
         self._memory = HostMemory()
         self._writer = Writer()
         self._best: tuple[int, float] | None = None
-        self._is_stopped = False
+        self._has_saved_at_stop = False
+        self._beside: Ranks | None = None
         on_first(self._ranks, self._make_directory)
 
     @property
@@ -119,20 +109,17 @@ class Checkpointer:
             Exception: what a part's ``load_state_dict`` raises.
         """
         state = on_first(self._ranks, self._newest_good, tell=False)
-        if self._ranks.world_size > 1:
+        parted = self._ranks.told(state if isinstance(state, shards.Shards) else None)
+        if parted is not None:
+            target = self._parts.target()
+            state = on_all(self._ranks, lambda: parted.read(target, weights_only=self._weights_only))
+        elif self._ranks.world_size > 1:
             packed = self._ranks.broadcast(pack(state) if self._ranks.rank == 0 else None)
             state = state if self._ranks.rank == 0 else packed.unpack()
         if state is None:
             return self.num_steps
-        missing = [name for name in self._parts if name not in state["parts"]]
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint of step {state['step']} in {self.directory} has no {', '.join(missing)}; it has "
-                f"{', '.join(state['parts'])}. Name the parts as when it was saved."
-            )
-        for name, part in self._parts.items():
-            own = state["parts"][name]
-            part.load_state_dict(fitted(own, part) if isinstance(part, nn.Module) else own)
+        found = placed({"parts": state["parts"]}, self._parts.target()) if parted is None else state
+        self._parts.load(found["parts"], f"the checkpoint of step {state['step']} in {self.directory}")
         rng.restore(state["rng"], self._ranks.rank)
         self.num_steps, self._best = state["step"], state["best"]
         return self.num_steps
@@ -151,12 +138,12 @@ class Checkpointer:
         self.num_steps += 1
         job = world.current() if self._stop else None
         is_over = job is not None and job.should_stop()
-        if is_over and not self._is_stopped:
-            self._is_stopped = True
+        is_end = is_over and not self._has_saved_at_stop
+        if is_end or self.num_steps % self._every == 0:
             self.save(metric)
+        if is_end:
+            self._has_saved_at_stop = True
             self.wait()
-        elif self.num_steps % self._every == 0 and not self._is_stopped:
-            self.save(metric)
         self._writer.check()
         return is_over
 
@@ -164,23 +151,21 @@ class Checkpointer:
         """Save now. With ``async_``, it returns once the state is copied.
 
         Raises:
-            CheckpointError: on all ranks alike: this checkpoint, or the one before, could not be written; or a part is
-                sharded.
+            CheckpointError: on all ranks alike: the checkpoint before could not be written.
         """
         self.wait()
-        parts = {name: _state_of(part) for name, part in self._parts.items()}
-        sharded = [name for name, state in parts.items() if shards.is_sharded(state)]
-        answers = self._ranks.all((rng.states(), sharded))
-        if any(names for _, names in answers):
-            raise CheckpointError(
-                f"the state of {', '.join(sharded)} is sharded, and a Checkpointer saves what one rank has. Save it "
-                "with paceline.save."
-            )
-        if self._ranks.rank == 0:
-            step, best = self.num_steps, self._better(metric)
+        parts = self._parts.states()
+        answers = self._ranks.all((rng.states(), shards.is_sharded(parts)))
+        is_sharded = any(has_shards for _, has_shards in answers)
+        step, best = self.num_steps, self._better(metric)
+        if is_sharded or self._ranks.rank == 0:
             state = {"step": step, "parts": parts, "rng": [states for states, _ in answers], "best": best}
             snapshot = self._memory.take(state)
-            self._writer.start(lambda: self._write(snapshot, step, best))
+            if is_sharded:
+                self._beside = beside = self._beside or beside_of(self._ranks)
+                self._writer.start(lambda: self._write_shards(snapshot, step, best, beside))
+            else:
+                self._writer.start(lambda: self._write(snapshot, step, best))
         if not self._is_async:
             self.wait()
 
@@ -190,7 +175,7 @@ class Checkpointer:
         Raises:
             CheckpointError: on all ranks alike: it could not be written.
         """
-        on_first(self._ranks, self._writer.wait)
+        on_all(self._ranks, self._writer.wait)
 
     def export(self, path: str | os.PathLike[str], part: str = "model") -> None:
         """Save the weights of a model alone, under plain names: as safetensors, where ``path`` ends in that.
@@ -198,9 +183,7 @@ class Checkpointer:
         Raises:
             CheckpointError: there is no such part; or as ``paceline.save`` does.
         """
-        if part not in self._parts:
-            raise CheckpointError(f"there is no part {part!r} to export; there are {', '.join(self._parts)}.")
-        save(_state_of(self._parts[part]), path, group=self._ranks.group)
+        save(self._parts.state_of(part), path, group=self._ranks.group)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -218,6 +201,7 @@ class Checkpointer:
         try:
             os.makedirs(self.directory, exist_ok=True)
             remove_abandoned(self.directory)  # of a run that was killed
+            shards.remove_all_unnamed(self.directory)
         except OSError as error:
             raise CheckpointError(f"the folder {self.directory} for checkpoints could not be made: {error}") from error
 
@@ -225,33 +209,61 @@ class Checkpointer:
         return os.path.join(self.directory, retention.name_of(step))
 
     def _better(self, metric: float | None) -> tuple[int, float] | None:
-        if metric is None or self._sign == 0:
+        value = math.nan if metric is None else float(metric)
+        if math.isnan(value) or self._sign == 0:
             return self._best
-        value = float(metric)
         is_better = self._best is None or self._sign * value > self._sign * self._best[1]
         return (self.num_steps, value) if is_better else self._best
 
     def _write(self, snapshot: Snapshot, step: int, best: tuple[int, float] | None) -> None:
+        self._check_is_newest(step)
         path = self._path_of(step)
         files.write(snapshot.unpack(), path)
-        if self._weights_only and (names := files.unsafe_in(path)):
-            os.unlink(path)
-            raise CheckpointError(
-                f"a part's state holds objects of {', '.join(names)}, which would not be loaded again without trust. "
-                "Let state_dict() return tensors and plain values, or give Checkpointer weights_only=False."
-            )
-        self._best = best
-        kept = retention.steps_among(os.listdir(self.directory))
-        for old in retention.surplus(kept, keep=self._keep, best=None if best is None else best[0]):
-            os.unlink(self._path_of(old))
+        if self._weights_only:
+            try:
+                check_needs_no_trust(files.unsafe_in(path))
+            except CheckpointError:
+                os.unlink(path)
+                raise
+        self._retain(best)
 
-    def _newest_good(self) -> dict[str, Any] | None:
-        steps = retention.steps_among(os.listdir(self.directory))
+    def _write_shards(self, snapshot: Snapshot, step: int, best: tuple[int, float] | None, ranks: Ranks) -> None:
+        state = snapshot.unpack()
+
+        def check() -> None:
+            self._check_is_newest(step)
+            if self._weights_only:
+                check_needs_no_trust(unsafe_in_state(state))
+
+        on_all(ranks, check)
+        shards.save(state, self._path_of(step), ranks)
+        on_first(ranks, lambda: self._retain(best))
+
+    def _check_is_newest(self, step: int) -> None:
+        """Refuse what would be removed at once, as the oldest of them, and not be gone on from."""
+        newest = max(self._steps() if os.path.isdir(self.directory) else [], default=step)
+        if newest > step:
+            raise CheckpointError(
+                f"step {step} cannot be saved in {self.directory}, which has a checkpoint of step {newest}, of another "
+                "run or of one that was not gone on from. Call resume() before the first step, or use another folder."
+            )
+
+    def _retain(self, best: tuple[int, float] | None) -> None:
+        self._best = best
+        for old in retention.surplus(self._steps(), keep=self._keep, best=None if best is None else best[0]):
+            os.unlink(self._path_of(old))
+            shards.remove_unnamed(self._path_of(old))
+
+    def _steps(self) -> list[int]:
+        return retention.steps_among(os.listdir(self.directory))
+
+    def _newest_good(self) -> Any:
+        steps = self._steps()
         for step in steps:
             path = self._path_of(step)
             try:
-                found: dict[str, Any] = files.read(path, weights_only=self._weights_only)
-                return found
+                found = files.read(path, weights_only=self._weights_only)
+                return shards.verified(path, found) if shards.is_index(found) else found
             except CheckpointDamagedError as error:
                 logger.warning("%s It is renamed to %s.damaged.", error, path)
                 os.replace(path, f"{path}.damaged")
@@ -261,12 +273,3 @@ class Checkpointer:
                 "start anew, run once more."
             )
         return None
-
-
-def _is_stateful(part: Any) -> bool:
-    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def _state_of(part: Stateful) -> dict[str, Any]:
-    state = part.state_dict()
-    return plainly_named(state) if isinstance(part, nn.Module) else state

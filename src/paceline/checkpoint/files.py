@@ -4,10 +4,12 @@ The invariant: whatever goes wrong becomes an error that names the file, says wh
 """
 
 import contextlib
+import errno
 import os
 import pickle
 import shutil
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, BinaryIO
 
 import torch
@@ -15,6 +17,8 @@ import torch
 from paceline.checkpoint import format, safetensors
 from paceline.checkpoint.atomic import replacing
 from paceline.errors import CheckpointDamagedError, CheckpointError, CheckpointMissingError
+
+_OLD_FORMAT = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)  # how such files begin
 
 
 def write(obj: Any, path: str) -> None:
@@ -41,7 +45,8 @@ def read(path: str, *, weights_only: bool) -> Any:
     """
     try:
         with open(path, "rb") as file:
-            if problem := format.find_damage(file):
+            kind = _kind_of(file)
+            if problem := kind.find_damage(file):
                 raise _damaged(path, problem)
             try:
                 return _parsed(file, path, weights_only)
@@ -52,7 +57,10 @@ def read(path: str, *, weights_only: bool) -> Any:
                     if names := unsafe_in(file):
                         raise CheckpointError(_about_code(path, names)) from None
                     raise _damaged(path, "it is no archive, nor a pickle of tensors and plain values") from None
-                raise _damaged(path, f"{type(error).__name__}: {error}") from error
+                problem = f"{type(error).__name__}: {error}"
+                if kind.is_sealed(file):
+                    raise CheckpointError(_about_reading(path, problem)) from error
+                raise _damaged(path, problem) from error
     except FileNotFoundError:
         raise CheckpointMissingError(f"{path}: there is no such file.{_advice(path)}") from None
     except OSError as error:
@@ -63,6 +71,9 @@ def unsafe_in(file: BinaryIO | str) -> list[str]:
     """What a file of torch.save holds that ``weights_only`` refuses, by its names in Python."""
     if not isinstance(file, str):
         file.seek(0)
+        if file.read(len(_OLD_FORMAT)) == _OLD_FORMAT:
+            return ["classes that this old format of torch.save does not list"]
+        file.seek(0)
     with contextlib.suppress(Exception):  # no file of this kind
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     return []
@@ -71,12 +82,16 @@ def unsafe_in(file: BinaryIO | str) -> list[str]:
 def is_good(path: str) -> bool:
     """Whether a file's bytes are as they were written, as far as it lets one know."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
-        return not format.find_damage(file)
+        return not _kind_of(file).find_damage(file)
     return False
 
 
+def _kind_of(file: BinaryIO) -> ModuleType:
+    return safetensors if safetensors.looks_like_safetensors(file) else format
+
+
 def _parsed(file: BinaryIO, path: str, weights_only: bool) -> Any:
-    if safetensors.looks_like_safetensors(file):
+    if _kind_of(file) is safetensors:
         return safetensors.read(path)
     file.seek(0)
     return torch.load(file, map_location="cpu", weights_only=weights_only)
@@ -104,9 +119,18 @@ def _newest_first(path: str) -> Iterator[str]:
 
 def _about_disk(path: str, error: OSError) -> str:
     free = "."
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{path} could not be written: {error.strerror or error}. What was there before is unchanged."
     with contextlib.suppress(OSError):
         free = f", where {shutil.disk_usage(os.path.dirname(os.path.realpath(path))).free:,} bytes are free."
     return f"{path} could not be written: {error.strerror or error}{free} What was there before is unchanged."
+
+
+def _about_reading(path: str, problem: str) -> str:
+    return (
+        f"{path} is as it was written, but could not be read: {problem}. Look for too little memory, or for an older "
+        "torch than the one that has written it."
+    )
 
 
 def _about_code(path: str, names: list[str]) -> str:

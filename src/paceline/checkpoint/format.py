@@ -86,14 +86,19 @@ def write(obj: Any, draft: Draft) -> None:
     sink.seal()
 
 
+def is_sealed(file: BinaryIO) -> bool:
+    """Whether a file has a checksum."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _SEAL_BYTES))
+    return file.read(len(_MARK)) == _MARK
+
+
 def find_damage(file: BinaryIO) -> str:
     """What is wrong with a file's bytes, in words; empty where nothing is. It reads all of a sealed file."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _SEAL_BYTES))
     tail = file.read()
     if tail.startswith(_MARK):
-        expected, found = tail[len(_MARK) :].decode("ascii", "replace"), digest_of(file, size - _SEAL_BYTES)
-        return "" if expected == found else f"its sha256 should be {expected[:16]}..., and is {found[:16]}..."
+        return compare(tail[len(_MARK) :], digest_of(file, size - _SEAL_BYTES))
     file.seek(0)
     is_archive = _FILE_MAGIC.startswith(file.read(len(_FILE_MAGIC)))
     end = tail[-_END_BYTES:]
@@ -102,10 +107,17 @@ def find_damage(file: BinaryIO) -> str:
     return ""
 
 
-def digest_of(file: BinaryIO, size: int) -> str:
-    """The sha256, in hexadecimal, of a file's first ``size`` bytes."""
-    digest, buffer = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-    file.seek(0)
+def compare(expected: bytes, found: str) -> str:
+    """In words, what is wrong with a checksum; empty where nothing is."""
+    told = expected.decode("ascii", "replace")
+    return "" if told == found else f"its sha256 should be {told[:16]}..., and is {found[:16]}..."
+
+
+def digest_of(file: BinaryIO, size: int, *, after: bytes = b"") -> str:
+    """The sha256, in hexadecimal, of a file's first ``size`` bytes; ``after`` stands for the first of them."""
+    digest, buffer = hashlib.sha256(after), memoryview(bytearray(_CHUNK_BYTES))
+    file.seek(len(after))
+    size -= len(after)
     while size > 0 and (count := file.readinto(buffer[: min(size, _CHUNK_BYTES)])):  # type: ignore[attr-defined]
         digest.update(buffer[:count])
         size -= count

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint import files, shards
+from paceline.checkpoint.folders import is_folder
 from paceline.checkpoint.packing import moved, pack
+from paceline.checkpoint.placing import into_tensors_of, merge
 from paceline.checkpoint.prefixes import fitted
-from paceline.checkpoint.ranks import on_first, ranks_of
+from paceline.checkpoint.ranks import on_all, on_first, ranks_of
 from paceline.errors import CheckpointError
 
 
@@ -22,6 +24,7 @@ def load(
     map_location: str | torch.device = "cpu",
     *,
     model: nn.Module | None = None,
+    into: dict[str, Any] | None = None,
     weights_only: bool = True,
     alone: bool = False,
     group: dist.ProcessGroup | None = None,
@@ -36,16 +39,20 @@ def load(
         map_location: the device of all tensors; each rank may have its own. Until then they are on the CPU.
         model: state dicts get the names that this module has, be it wrapped or not: ``module.`` and ``_orig_mod.`` come
             and go. It is not changed.
+        into: a state, such as that of ``state_dict()``, whose tensors are filled, be they whole or sharded (DTensor),
+            and whose other values are replaced; what it does not have is not read. Of a sharded file each rank reads
+            its own part, whatever number of ranks has written it.
         weights_only: False also makes objects of any class, by running code that is named in the file.
         alone: each rank that calls this reads the file itself, and waits for no other.
         group: the ranks that call this; by default all.
     Returns:
-        The object. Tensors that shared memory share it.
+        The object, which is ``into`` where that is given. Tensors that shared memory share it.
     Raises:
         CheckpointMissingError: there is no such file.
         CheckpointDamagedError: it is not as it was written; the message names the newest good one beside it.
-        CheckpointError: it cannot be read; or it holds objects that ``weights_only`` refuses. These, like the two
-            above, on all ranks alike. On one rank alone: it is not in ``group``, or ``map_location`` is no device.
+        CheckpointError: it cannot be read; or it holds objects that ``weights_only`` refuses; or it lacks what ``into``
+            has. These, like the two above, on all ranks alike. On one rank alone: it is not in ``group``,
+            ``map_location`` is no device, or ``into`` no dict.
     """
     try:
         device = torch.device(map_location)
@@ -54,18 +61,33 @@ def load(
             f"map_location={map_location!r}: expected a device, such as 'cpu' or 'cuda:0'. Tensors are read to the CPU "
             "and then moved there, wherever they were saved."
         ) from None
+    if into is not None and (model is not None or not isinstance(into, dict)):
+        given = "came with model=" if model is not None else f"is a {type(into).__name__}"
+        raise CheckpointError(f"into= {given}: expected a dict alone, such as model.state_dict(), which has the names.")
     ranks = ranks_of(group, alone=alone)
-    text = os.fspath(path)
-    obj = on_first(ranks, lambda: _read(text, weights_only), tell=False)
-    if ranks.world_size > 1:
-        packed = ranks.broadcast(pack(obj) if ranks.rank == 0 else None)
-        obj = obj if ranks.rank == 0 else packed.unpack()
-    obj = moved(obj, device)
-    return obj if model is None else fitted(obj, model)
+    text = os.fsdecode(path)
+    found = on_first(ranks, lambda: _read(text, weights_only, into is None), tell=False)
+    shards_found = ranks.told(found if isinstance(found, shards.Shards) else None)
+    if shards_found is not None:
+        assert into is not None
+        target = into_tensors_of(into)
+        found = on_all(ranks, lambda: shards_found.read(target, weights_only=weights_only))
+    elif ranks.world_size > 1:
+        packed = ranks.broadcast(pack(found) if ranks.rank == 0 else None)
+        found = found if ranks.rank == 0 else packed.unpack()
+    if into is not None:
+        return on_all(ranks, lambda: merge(into, found, lambda problem: f"{text} does not fit: {problem}."))
+    found = moved(found, device)
+    return found if model is None else fitted(found, model)
 
 
-def _read(path: str, weights_only: bool) -> Any:
-    if shards.is_folder(path):
-        return shards.read_folder(path)
-    obj = files.read(path, weights_only=weights_only)
-    return shards.read(path, obj) if shards.is_index(obj) else obj
+def _read(path: str, weights_only: bool, is_whole: bool) -> Any:
+    """What the file holds; the parts of it that are to be read by each rank."""
+    if is_folder(path):
+        found: Any = shards.Shards(path)
+    else:
+        found = files.read(path, weights_only=weights_only)
+        if not shards.is_index(found):
+            return found
+        found = shards.verified(path, found)
+    return found.read(weights_only=weights_only) if is_whole else found

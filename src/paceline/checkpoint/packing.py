@@ -8,8 +8,7 @@ from a file was made under torch.load's rules before it is packed here.
 
 import io
 import pickle
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +18,20 @@ from torch.storage import TypedStorage, UntypedStorage
 
 @dataclass(frozen=True)
 class Packed:
-    """All of an object: ``storages`` in the order in which the skeleton numbers them."""
+    """All of an object.
+
+    Attributes:
+        storages: in the order in which the skeleton numbers them.
+        meshes: of sharded tensors, likewise; they are never copied.
+    """
 
     skeleton: bytes
     storages: list[UntypedStorage]
+    meshes: list[Any] = field(default_factory=list)
 
     def unpack(self) -> Any:
         """Put the object together, over these very storages."""
-        return _Unpickler(io.BytesIO(self.skeleton), self.storages).load()
+        return _Unpickler(io.BytesIO(self.skeleton), self).load()
 
 
 def pack(obj: Any) -> Packed:
@@ -38,7 +43,7 @@ def pack(obj: Any) -> Packed:
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(obj)
-    return Packed(buffer.getvalue(), pickler.storages)
+    return Packed(buffer.getvalue(), pickler.storages, pickler.meshes)
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:
@@ -52,20 +57,24 @@ def moved(obj: Any, device: torch.device) -> Any:
         return obj
     packed = pack(obj)
     storages = [bytes_of(storage).to(device).untyped_storage() for storage in packed.storages]
-    return Packed(packed.skeleton, storages).unpack()
+    return Packed(packed.skeleton, storages, packed.meshes).unpack()
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.storages: list[UntypedStorage] = []
+        self.meshes: list[Any] = []
         self._number_of: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> tuple[int, torch.dtype | None] | None:
         if isinstance(obj, TypedStorage):
             return self._number(obj._untyped_storage), obj.dtype
         if isinstance(obj, UntypedStorage):
-            return self._number(obj), None
+            return self._number(obj), torch.uint8  # as torch.load makes it: what rebuilds tensors expects this
+        if type(obj).__name__ == "DeviceMesh":
+            self.meshes.append(obj)
+            return len(self.meshes) - 1, None
         return None
 
     def _number(self, storage: UntypedStorage) -> int:
@@ -76,11 +85,12 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, storages: Sequence[UntypedStorage]) -> None:
+    def __init__(self, file: io.BytesIO, packed: Packed) -> None:
         super().__init__(file)
-        self._storages = storages
+        self._packed = packed
 
-    def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> TypedStorage | UntypedStorage:
+    def persistent_load(self, pid: tuple[int, torch.dtype | None]) -> Any:
         number, dtype = pid
-        storage = self._storages[number]
-        return storage if dtype is None else TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+        if dtype is None:
+            return self._packed.meshes[number]
+        return TypedStorage(wrap_storage=self._packed.storages[number], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]

@@ -117,6 +117,14 @@ def ranks_of(group: dist.ProcessGroup | None, *, alone: bool) -> Ranks:
     return Group(group)
 
 
+def beside_of(ranks: Ranks) -> Ranks:
+    """The same ranks, with a way to talk that a thread may have to itself. A collective call."""
+    if ranks.world_size == 1:
+        return Alone()
+    members = dist.get_process_group_ranks(ranks.group or dist.distributed_c10d._get_default_group())
+    return Group(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+
+
 def on_first(ranks: Ranks, work: Callable[[], T], *, tell: bool = True) -> T | None:
     """Let the first rank do something, while the others wait for it.
 
@@ -143,6 +151,36 @@ def on_first(ranks: Ranks, work: Callable[[], T], *, tell: bool = True) -> T | N
         raise
     ranks.told((None, "", result if tell else None))
     return result
+
+
+def on_all(ranks: Ranks, work: Callable[[], T]) -> T:
+    """Let each rank do its part, while it waits for the others.
+
+    Returns:
+        What ``work`` returned on this rank.
+    Raises:
+        CheckpointError: on all ranks, if it was raised on any; other errors are raised where they came up as they are.
+    """
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    told = None
+    if failure is not None:
+        is_ours = isinstance(failure, CheckpointError)
+        told = (type(failure).__name__, str(failure)) if is_ours else ("CheckpointError", _explained(ranks, failure))
+    answers = [answer for answer in ranks.all(told) if answer is not None]
+    if failure is not None:
+        raise failure
+    if answers:
+        kind, message = answers[0]
+        raise _KINDS[kind](message)
+    return result
+
+
+def _explained(ranks: Ranks, failure: Exception) -> str:
+    return f"rank {ranks.rank} failed:\n{''.join(traceback.format_exception(failure))}"
 
 
 def windows(sizes: Sequence[int], limit: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint import files, shards
-from paceline.checkpoint.ranks import on_first, ranks_of
+from paceline.checkpoint.placing import gathered
+from paceline.checkpoint.ranks import on_all, on_first, ranks_of
+from paceline.checkpoint.safetensors import is_safetensors
 
 
 def save(
@@ -21,7 +23,7 @@ def save(
     at any moment, a full disk included, leaves the file that was there. Where the object holds sharded tensors
     (DTensor), each rank writes its own shards with torch.distributed.checkpoint, into a folder beside the file.
 
-    A name that ends in ``.safetensors`` makes a file of that format, which holds a dict of tensors by name.
+    A name that ends in ``.safetensors`` makes a file of that format, which holds a dict of tensors by name, whole.
 
     Args:
         obj: whatever torch.save takes. For ``load`` to need no trust: tensors, numbers, strings, None and dicts, lists,
@@ -35,7 +37,10 @@ def save(
         Exception: on the first rank, whatever pickling an object raises; the others are told of it.
     """
     ranks = ranks_of(group, alone=alone)
+    text = os.fsdecode(path)
     if not alone and ranks.told(shards.is_sharded(obj)):
-        shards.save(obj, os.fspath(path), ranks)
-    else:
-        on_first(ranks, lambda: files.write(obj, os.fspath(path)))
+        if not is_safetensors(text):
+            shards.save(obj, text, ranks)
+            return
+        obj = on_all(ranks, lambda: gathered(obj))
+    on_first(ranks, lambda: files.write(obj, text))

@@ -10,54 +10,56 @@ next writer removes it; it looks into the index only once it has the lock, which
 import contextlib
 import fcntl
 import os
-import pickle
 import secrets
 import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-
-from paceline.checkpoint import files
+from paceline.checkpoint import files, folders
 from paceline.checkpoint.atomic import make_durable
 from paceline.checkpoint.format import digest_of
+from paceline.checkpoint.placing import outline_of, outlined
 from paceline.checkpoint.ranks import Ranks, on_first
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
-_FOLDER, _SHA256 = "paceline.shards", "sha256"
-_METADATA = ".metadata"  # torch's name, in each of its folders
+_FOLDER, _SHA256, _OUTLINE = "paceline.shards", "sha256", "outline"
+_BETWEEN = ".shards-"  # a file's name and what makes its folder's one of its own
 
-# All that torch's description of a folder is made of.
-_OF_METADATA = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-    "_StorageInfo",
-}
-_OF_OTHERS = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # Python 3.13's name of it
-}
+
+@dataclass(frozen=True)
+class Shards:
+    """A folder of parts that are known to be good.
+
+    Attributes:
+        outline: the containers of the state that was saved; None for a folder of others.
+    """
+
+    folder: str
+    outline: Any = None
+
+    def read(self, target: folders.Target = folders.whole, *, weights_only: bool = True) -> Any:
+        """What ``target`` asks for; as ``folders.read``."""
+        found = folders.read(self.folder, target, weights_only=weights_only)
+        return found if self.outline is None else outlined(self.outline, found)
 
 
 def is_sharded(obj: Any) -> bool:
     """Whether a state holds tensors of which each rank has a part."""
     tensors = sys.modules.get("torch.distributed.tensor")
-    if tensors is None:  # then nobody has made one
-        return False
-    if isinstance(obj, tensors.DTensor):
-        return any(not placement.is_replicate() for placement in obj.placements)
-    if isinstance(obj, dict):
-        return any(map(is_sharded, obj.values()))
-    return isinstance(obj, (list, tuple)) and any(map(is_sharded, obj))
+    return tensors is not None and any(isinstance(leaf, tensors.DTensor) for leaf in leaves_of(obj, set()))
+
+
+def leaves_of(obj: Any, seen: set[int]) -> Iterator[Any]:
+    """What is in containers, each of which is entered once."""
+    if not isinstance(obj, (dict, list, tuple)):
+        yield obj
+    elif id(obj) not in seen:
+        seen.add(id(obj))
+        for value in obj.values() if isinstance(obj, dict) else obj:
+            yield from leaves_of(value, seen)
 
 
 def save(state: Any, path: str, ranks: Ranks) -> None:
@@ -68,21 +70,27 @@ def save(state: Any, path: str, ranks: Ranks) -> None:
     """
     import torch.distributed.checkpoint as dcp
 
+    path = os.path.realpath(path)
     with contextlib.ExitStack() as held:
         folder = cast(str, on_first(ranks, lambda: _begin(path, held)))
         try:
             writer = dcp.FileSystemWriter(folder, sync_files=True)
-            dcp.save(state, storage_writer=writer, process_group=ranks.group)
-        except dcp.CheckpointException as error:
-            raise CheckpointError(f"{path}: the shards could not be written: {error}") from error
-        digests = _digests(folder, path, ranks)
+            dcp.save(state, storage_writer=writer, process_group=ranks.group, no_dist=ranks.world_size == 1)
+            digests = _digests(folder, path, ranks)
 
-        def finish() -> None:
-            make_durable(folder)
-            files.write({_FOLDER: os.path.basename(folder), _SHA256: digests}, path)
-            _remove_unnamed(path)
+            def finish() -> None:
+                make_durable(folder)
+                index = {_FOLDER: os.path.basename(folder), _SHA256: digests, _OUTLINE: outline_of(state)}
+                files.write(index, path)
 
-        on_first(ranks, finish)
+            on_first(ranks, finish)
+        except (Exception, dcp.CheckpointException) as error:
+            if ranks.rank == 0:  # nobody will name it
+                shutil.rmtree(folder, ignore_errors=True)
+            if isinstance(error, dcp.CheckpointException):
+                raise CheckpointError(f"{path}: the shards could not be written: {error}") from error
+            raise
+    on_first(ranks, lambda: remove_unnamed(path))
 
 
 def is_index(obj: Any) -> bool:
@@ -90,84 +98,25 @@ def is_index(obj: Any) -> bool:
     return isinstance(obj, dict) and _FOLDER in obj
 
 
-def is_folder(path: str) -> bool:
-    """Whether this is a folder of torch.distributed.checkpoint."""
-    return os.path.isfile(os.path.join(path, _METADATA))
-
-
-def read(path: str, index: dict[str, Any]) -> Any:
-    """The whole of a state, of which ``index`` was read from ``path``.
+def verified(path: str, index: dict[str, Any]) -> Shards:
+    """The parts that ``index``, which was read from ``path``, names.
 
     Raises:
         CheckpointDamagedError: a file is missing or is not as it was written.
     """
-    folder = os.path.join(os.path.dirname(path), index[_FOLDER])
-    for name, expected in index[_SHA256].items():
-        part = os.path.join(folder, name)
-        if not os.path.exists(part) or _digest_of(part) != expected:
-            raise CheckpointDamagedError(f"{path} is damaged: its part {part} is missing, or has another sha256.")
-    return read_folder(folder)
-
-
-def read_folder(folder: str) -> Any:
-    """The whole of a state from a folder of torch.distributed.checkpoint; nothing but tensors and plain values.
-
-    Raises:
-        CheckpointError: it holds something else; or it cannot be read.
-    """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    class Reader(FileSystemReader):
-        """torch's own, which would unpickle whatever the file says."""
-
-        def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-            return metadata
-
-    class Planner(_EmptyStateDictLoadPlanner):
-        """torch's own, which would do so with whatever is no tensor."""
-
-        def load_bytes(self, read_item: Any, value: Any) -> None:
-            found = torch.load(value, weights_only=True)
-            name = read_item.dest_index.fqn
-            if self.flatten_state_dict:
-                torch.distributed.checkpoint._nested_dict.set_element(
-                    self.original_state_dict, self.mappings[name], found
-                )
-            else:
-                self.state_dict[name] = found
-
-    state: dict[str, Any] = {}
-    try:
-        with open(os.path.join(folder, _METADATA), "rb") as file:
-            metadata = cast(Metadata, _OfMetadata(file).load())
-        _load_state_dict(state, storage_reader=Reader(folder), planner=Planner(), no_dist=True)  # type: ignore[no-untyped-call]
-    # torch's readers let through whatever a file makes them raise, some of it in an exception that is no Exception.
-    except (Exception, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{folder} could not be read: {type(error).__name__}: {error}") from error
-    return state
-
-
-class _OfMetadata(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_known = module.startswith("torch.distributed.checkpoint.") and name in _OF_METADATA
-        if is_known or (module, name) in _OF_OTHERS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(
-            f"it holds an object of {module}.{name}, which a description of shards does not need. Making it would run "
-            "code of whoever wrote the file; torch.distributed.checkpoint.load does that, if you trust it."
-        )
+    folder = os.path.join(os.path.dirname(os.path.realpath(path)), index[_FOLDER])
+    parts = {os.path.join(folder, name): expected for name, expected in index[_SHA256].items()}
+    with ThreadPoolExecutor(8) as pool:
+        for part, digest in zip(parts, pool.map(_digest_of, parts), strict=True):
+            if digest != parts[part]:
+                raise CheckpointDamagedError(f"{path} is damaged: its part {part} is missing, or has another sha256.")
+    return Shards(folder, index.get(_OUTLINE))
 
 
 def _begin(path: str, held: contextlib.ExitStack) -> str:
     try:
-        _remove_unnamed(path)
-        folder = f"{path}.shards-{secrets.token_hex(8)}"
+        remove_unnamed(path)
+        folder = f"{path}{_BETWEEN}{secrets.token_hex(8)}"
         os.mkdir(folder)
         fd = os.open(folder, os.O_RDONLY)
         held.callback(os.close, fd)
@@ -178,15 +127,26 @@ def _begin(path: str, held: contextlib.ExitStack) -> str:
     return folder
 
 
-def _remove_unnamed(path: str) -> None:
+def remove_unnamed(path: str) -> None:
+    """Remove the folders of a file's earlier savings, and of writers that have died."""
     parent, name = os.path.split(path)
-    with os.scandir(parent or ".") as entries:
-        folders = [entry.name for entry in entries if entry.name.startswith(f"{name}.shards-") and entry.is_dir()]
-    for folder in folders:
+    for folder in _folders_in(parent):
         place = os.path.join(parent, folder)
-        with _unlocked(place) as is_unlocked:
-            if is_unlocked and folder != _named_by(path):
-                shutil.rmtree(place, ignore_errors=True)
+        if folder.startswith(name + _BETWEEN):
+            with _unlocked(place) as is_unlocked:
+                if is_unlocked and folder != _named_by(path):
+                    shutil.rmtree(place, ignore_errors=True)
+
+
+def remove_all_unnamed(parent: str) -> None:
+    """``remove_unnamed`` for all files that folders in ``parent`` are of."""
+    for name in {folder.rpartition(_BETWEEN)[0] for folder in _folders_in(parent)}:
+        remove_unnamed(os.path.join(parent, name))
+
+
+def _folders_in(parent: str) -> list[str]:
+    with os.scandir(parent or ".") as entries:
+        return [entry.name for entry in entries if _BETWEEN in entry.name and entry.is_dir()]
 
 
 @contextlib.contextmanager
@@ -232,5 +192,9 @@ def _digests(folder: str, path: str, ranks: Ranks) -> dict[str, str]:
 
 
 def _digest_of(path: str) -> str:
-    with open(path, "rb") as file:
-        return digest_of(file, os.path.getsize(path))
+    """Of a file; of one that is not there, none."""
+    try:
+        with open(path, "rb") as file:
+            return digest_of(file, os.path.getsize(path))
+    except FileNotFoundError:
+        return ""

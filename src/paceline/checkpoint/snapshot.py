@@ -49,7 +49,7 @@ class HostMemory:
         arrivals = [torch.Event(device) for device in devices]
         for arrival, device in zip(arrivals, devices, strict=True):
             arrival.record(torch.accelerator.current_stream(device))
-        return Snapshot(Packed(packed.skeleton, self._storages), arrivals)
+        return Snapshot(Packed(packed.skeleton, self._storages, packed.meshes), arrivals)
 
 
 def _room_for(storage: UntypedStorage) -> UntypedStorage:

@@ -1,10 +1,13 @@
 """One thing at a time, done beside training.
 
-The invariant: no failure is lost. It is raised by the next call that asks, once.
+The invariant: no failure is lost. It is logged, and raised by the next call that asks, once.
 """
 
+import logging
 import threading
 from collections.abc import Callable
+
+logger = logging.getLogger("paceline.checkpoint")
 
 
 class Writer:
@@ -43,3 +46,4 @@ class Writer:
             work()
         except Exception as error:
             self._failure = error
+            logger.error("%s (The next step raises this, or wait(), if there is one.)", error)
