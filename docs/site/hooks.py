@@ -16,7 +16,7 @@ from paceline.cli import command
 PROJECT = pathlib.Path(__file__).parents[2]
 SOURCES = PROJECT / "docs"
 PAGES_OUTSIDE = ("CHANGELOG.md", "CONTRIBUTING.md")
-LANGUAGES = {".py": "python", ".sbatch": "bash", ".json": "json", ".diff": "diff"}
+LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".json": "json", ".diff": "diff"}
 
 _LINK = re.compile(r"(\]\()([^)\s#:]+)([)#\s])")
 _HELP = re.compile(r"^<!-- help: ([a-z ]+) -->$", re.MULTILINE)

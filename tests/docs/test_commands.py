@@ -70,3 +70,11 @@ def test_scripts_that_pages_name_are_there():
         texts = [page.prose, *(block.text for block in page.blocks)]
         for path in re.findall(r"\b((?:examples|benchmarks|tests)/[\w/]+\.(?:py|sbatch|json))\b", "\n".join(texts)):
             assert (PROJECT / path).is_file(), f"{page.name}: {path}"
+
+
+def test_every_command_is_in_the_reference():
+    visible = [name for name, found in command.commands.items() if not found.hidden]
+    page = PAGES["docs/reference/command.md"]
+    for name in visible:
+        assert f"<!-- help: paceline {name} -->" in page.prose
+        assert (2, f"paceline {name}") in page.headings
