@@ -45,10 +45,12 @@ def cut(begin_s: float, end_s: float, exposed: Sequence[tuple[float, float]]) ->
     for low, high in sorted(exposed):
         low, high = max(low, at), min(high, end_s)
         if low < high:
-            yield at, low, "hidden"
+            if at < low:
+                yield at, low, "hidden"
             yield low, high, "exposed"
             at = high
-    yield at, end_s, "hidden"
+    if at < end_s:
+        yield at, end_s, "hidden"
 
 
 def _lanes(rank: int, spans: Sequence[Span]) -> RankLanes:
