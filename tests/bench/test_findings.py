@@ -60,10 +60,11 @@ def test_where_nothing_was_measured_the_bench_is_empty():
     assert (bench.runs, bench.step, bench.interrupted) == ((), (), True)
 
 
-def test_phases_are_medians_of_the_rank_whose_steps_take_longest():
+def test_phases_are_medians_of_the_ranks_that_the_others_waited_for():
     found = findings(2)
-    for quick, slow in ((1.0, 2.0), (5.0, 3.0), (1.0, 4.0)):
-        found.add(2, turn(OURS, 1.0, phases=(phases(quick), phases(slow, 0.5)), sent=int(slow)))
+    for quick, slow, sent in ((1.0, 2.0, 1), (1.0, 4.0, 3), (2.0, 3.0, 5)):
+        waits = slow - quick + 0.5
+        found.add(2, turn(OURS, 1.0, phases=(phases(quick, waits), phases(slow, 0.5)), sent=sent))
     found.add(2, turn(TORCHS, 1.0))  # which could not be looked into
     ours, torchs = found.bench(interrupted=False).runs
     assert ours.phases == phases(3.0, 0.5)

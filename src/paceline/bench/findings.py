@@ -102,19 +102,16 @@ def _steps_of(turns: Sequence[Took]) -> tuple[float, ...]:
 
 
 def _phases_of(turns: Sequence[Took]) -> Phases | None:
-    """Of the rank whose steps took longest."""
+    """Of each step's rank that computed longest: the others have also waited for that one."""
     if not turns or not all(turn.phases for turn in turns):
         return None
-    ranks = [
-        Phases(
-            statistics.median(phases.forward_s for phases in of_rank),
-            statistics.median(phases.backward_s for phases in of_rank),
-            statistics.median(phases.exposed_s for phases in of_rank),
-            statistics.median(phases.optimizer_s for phases in of_rank),
-        )
-        for of_rank in zip(*(turn.phases for turn in turns), strict=True)
-    ]
-    return max(ranks, key=lambda of: of.forward_s + of.backward_s + of.exposed_s + of.optimizer_s)
+    slowest = [max(turn.phases, key=lambda of: of.forward_s + of.backward_s + of.optimizer_s) for turn in turns]
+    return Phases(
+        statistics.median(phases.forward_s for phases in slowest),
+        statistics.median(phases.backward_s for phases in slowest),
+        statistics.median(phases.exposed_s for phases in slowest),
+        statistics.median(phases.optimizer_s for phases in slowest),
+    )
 
 
 def _bytes_of(turns: Sequence[Took]) -> int | None:

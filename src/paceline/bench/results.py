@@ -45,7 +45,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Phases:
-    """Where a step's time goes, on the slowest rank: medians over the steps."""
+    """Where a step's time goes, on the rank that computed longest in it: medians over the steps."""
 
     forward_s: float
     backward_s: float  # without what is exposed
