@@ -1,4 +1,4 @@
-"""Sharded state: each rank writes its own part, and every rank gets the whole."""
+"""Sharded state: each rank writes its own part, and gets the whole, or the part that is its own now."""
 
 import os
 import pathlib
@@ -7,44 +7,196 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # once here, rather than in each rank
+from torch import nn
 
 import paceline
+from paceline.checkpoint import shards
 from paceline.errors import CheckpointDamagedError, CheckpointError
 from support.ranks import expect_errors, run_ranks
 
 WEIGHT = torch.arange(10.0).view(5, 2)
 
 
-def sharded(factor):
+def distributed(tensor):
     from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {"net": {"weight": distribute_tensor(WEIGHT * factor, mesh, [Shard(0)])}, "step": 3 * factor}
+    return distribute_tensor(tensor, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
 
 
-def save_twice(world, path):
+def sharded(factor):
+    state = {"weight": distributed(WEIGHT * factor), "of": {0: (torch.ones(1), [2.5])}, "empty": {}}
+    return {"net": state, "step": 3 * factor}
+
+
+def save_twice(world, folder):
     for factor in (1, 2):
-        paceline.save(sharded(factor), path)
-    found = paceline.load(path)
+        paceline.save(sharded(factor), f"{folder}/a.pt")
+    found = paceline.load(f"{folder}/a.pt")
+    paceline.save({"net": {"weight": WEIGHT * 2}, "step": 6}, f"{folder}/whole.pt")
+    paceline.save(sharded(2)["net"] | {"of": torch.ones(1), "empty": torch.ones(0)}, f"{folder}/a.safetensors")
     return torch.equal(found["net"]["weight"], WEIGHT * 2) and found["step"] == 6 and list(found) == ["net", "step"]
 
 
+def load_into(world, folder):
+    """What three ranks get into shards of their own, and into whole tensors, of files that two have written."""
+    told = []
+    for name in ("a.pt", "whole.pt"):
+        weight, plain = distributed(torch.zeros(5, 2)), torch.zeros(5, 2)
+        state = {"net": {"weight": weight}, "step": 0}
+        assert paceline.load(f"{folder}/{name}", into=state) is state
+        assert state["net"]["weight"] is weight
+        paceline.load(f"{folder}/{name}", into={"net": {"weight": plain}})
+        told.append((weight.full_tensor().tolist(), weight.to_local().shape, plain.tolist(), state["step"]))
+    for state in ({"other": 1}, {"net": {"weight": distributed(torch.zeros(4, 2))}}, {"step": torch.zeros(1)}):
+        try:
+            paceline.load(f"{folder}/a.pt", into=state)
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
 @pytest.mark.slow
-def test_shards_are_replaced_as_a_whole_and_loaded_whole_also_by_torch_and_never_if_a_part_is_damaged(tmp_path):
+def test_shards_are_replaced_as_a_whole_and_loaded_on_any_number_of_ranks_and_never_if_a_part_is_damaged(tmp_path):
     path = tmp_path / "a.pt"
     (tmp_path / "a.pt.shards-of-a-dead-writer").mkdir()
-    assert run_ranks(2, save_twice, str(path), backend="gloo") == [True, True]
-    folder, name = sorted(os.listdir(tmp_path), key=len, reverse=True)
-    assert name == "a.pt"
+    assert run_ranks(2, save_twice, str(tmp_path), backend="gloo") == [True, True]
+    names = sorted(os.listdir(tmp_path))
+    folder = names.pop(1)
+    assert names == ["a.pt", "a.safetensors", "whole.pt"]
     assert sorted(os.listdir(tmp_path / folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
-    assert torch.equal(paceline.load(path)["net"]["weight"], WEIGHT * 2)  # on another number of ranks
+    found = paceline.load(path)  # on another number of ranks
+    assert torch.equal(found["net"]["weight"], WEIGHT * 2)
+    assert found["net"]["of"] == {0: (torch.ones(1), [2.5])}  # torch's folders have strings for keys
+    assert found["net"]["empty"] == {}
     assert torch.equal(paceline.load(tmp_path / folder)["net"]["weight"], WEIGHT * 2)
+    assert torch.equal(paceline.load(tmp_path / "a.safetensors")["weight"], WEIGHT * 2)
+    for rank, told in enumerate(run_ranks(3, load_into, str(tmp_path), backend="gloo")):
+        expected = ((WEIGHT * 2).tolist(), torch.Size([[2, 2, 1][rank], 2]), (WEIGHT * 2).tolist(), 6)
+        assert told == [
+            expected,
+            expected,
+            f"{path} does not fit: it has no other.",
+            f"{path} does not fit: net.weight is a tensor of shape (4, 2) here, and there of shape (5, 2).",
+            f"{path} does not fit: step is a tensor of shape (1,) here, and there a int.",
+        ]
+    (tmp_path / "link.pt").symlink_to(path)
+    assert torch.equal(paceline.load(tmp_path / "link.pt")["net"]["weight"], WEIGHT * 2)
     part = tmp_path / folder / "__1_0.distcp"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(
         CheckpointDamagedError, match=r"a\.pt is damaged: its part .*/__1_0\.distcp is missing, or has an"
     ):
         paceline.load(path)
+
+
+def test_a_state_that_contains_itself_is_looked_through_once():
+    state = [1]
+    state.append(state)
+    assert not shards.is_sharded(state)
+
+
+def test_what_is_loaded_into_is_a_dict(tmp_path):
+    paceline.save({"weight": torch.ones(2), "step": 3}, tmp_path / "a.pt")
+    model = nn.Linear(2, 1)
+    with pytest.raises(
+        CheckpointError, match=r"^into= is a Linear: expected a dict alone, such as model\.state_dict\(\)"
+    ):
+        paceline.load(tmp_path / "a.pt", into=model)
+    with pytest.raises(CheckpointError, match=r"^into= came with model=: expected a dict alone, such as"):
+        paceline.load(tmp_path / "a.pt", into={}, model=model)
+    own = {"weight": torch.zeros(2)}
+    weight = own["weight"]
+    assert paceline.load(tmp_path / "a.pt", into=own) is own
+    assert own == {"weight": weight}
+    assert weight.tolist() == [1.0, 1.0]
+
+
+# -- runs ---------------------------------------------------------------------------------------------------------
+
+
+def build(seed, is_sharded):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    if is_sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+
+def values_of(model):
+    return [getattr(param, "full_tensor", lambda p=param: p)().tolist() for param in model.parameters()]
+
+
+def train(model, optimizer, first, on_step=lambda: None):
+    """Two steps, on data that follow from the step."""
+    for step in (first, first + 1):
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        on_step()
+    return values_of(model)
+
+
+def train_and_save(world, folder, is_sharded):
+    model, optimizer = build(0, is_sharded)
+    with paceline.Checkpointer(folder, every=1, keep=1, model=model, optimizer=optimizer) as checkpoints:
+        before = train(model, optimizer, 0, checkpoints.step)
+        checkpoints.export(f"{folder}.safetensors")
+    return sorted(os.listdir(folder)), before, train(model, optimizer, 2)
+
+
+def resume(world, folder, is_sharded):
+    model, optimizer = build(5, is_sharded)
+    assert paceline.Checkpointer(folder, every=100, model=model, optimizer=optimizer).resume() == 2
+    return values_of(model), train(model, optimizer, 2)
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_bit_for_bit_sharded_or_whole_on_any_number_of_ranks(tmp_path):
+    folder = str(tmp_path / "a")
+    (kept, before, after), _ = run_ranks(2, train_and_save, folder, True, backend="gloo")
+    assert [name.partition(".shards-")[0] for name in kept] == ["step-0000000002.pt"] * 2
+    weights = paceline.load(f"{folder}.safetensors")
+    assert [weights[name].tolist() for name in ("0.weight", "0.bias", "2.weight", "2.bias")] == before
+    for world_size, is_sharded in ((2, True), (1, True), (1, False)):
+        resumed = run_ranks(world_size, resume, folder, is_sharded, backend="gloo")
+        assert resumed == [(before, after)] * world_size
+
+
+@pytest.mark.slow
+def test_a_run_that_was_whole_goes_on_sharded(tmp_path):
+    folder = str(tmp_path / "a")
+    ((kept, before, after),) = run_ranks(1, train_and_save, folder, False, backend="gloo")
+    assert kept == ["step-0000000002.pt"]
+    assert run_ranks(2, resume, folder, True, backend="gloo") == [(before, after)] * 2
+
+
+class Odd:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def state_dict(self):
+        return {"weight": self.weight, "path": pathlib.Path("a")}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def save_without_trust(world, folder):
+    paceline.Checkpointer(folder, every=1, async_=False, odd=Odd(distributed(WEIGHT))).step()
+
+
+@pytest.mark.slow
+def test_of_sharded_runs_too_what_would_need_trust_is_refused_on_all_ranks(tmp_path):
+    for message in expect_errors(2, save_without_trust, str(tmp_path)):
+        assert message.startswith("CheckpointError: a part's state holds objects of pathlib.")
+    assert os.listdir(tmp_path) == []
+
+
+# -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
 class Touch:
@@ -69,11 +221,11 @@ def save_where_rank_1_cannot(world, path):
 
 
 @pytest.mark.slow
-def test_ranks_without_a_folder_in_common_are_told(tmp_path):
+def test_ranks_without_a_folder_in_common_are_told_and_leave_none(tmp_path):
     messages = expect_errors(2, save_where_rank_1_cannot, str(tmp_path / "a.pt"))
     for message in messages:
         assert message.startswith(
             f"CheckpointError: {tmp_path}/a.pt: rank 1 does not see the shards that rank 0 sees: "
         )
         assert message.endswith("Save sharded state to a file system that all hosts share.")
-    assert not (tmp_path / "a.pt").exists()
+    assert os.listdir(tmp_path) == []
