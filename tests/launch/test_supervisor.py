@@ -90,6 +90,7 @@ def test_the_first_failure_gives_the_exit_code(tmp_path):
         _, err = launches[source].communicate(timeout=60)
         assert (source, launches[source].returncode) == (source, status)
         assert err.endswith(last)
+        assert err.count("no data") == source.count("no data")
         assert "paceline: rank 0 stopped by the launcher (collateral)\n" in err
 
 

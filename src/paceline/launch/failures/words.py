@@ -94,6 +94,17 @@ def describe_layout(layout: Layout, hosts: Sequence[str], *, own: int | None = N
     return "\n".join(lines) + "\n"
 
 
+def describe_meeting(least: int, most: int, where: str) -> str:
+    """What is said while other hosts take their time to come.
+
+    Args:
+        least, most: how many there are to be.
+        where: they meet.
+    """
+    count = str(most) if least == most else f"{least} to {most}"
+    return f"paceline: waiting for all of {count} hosts to come to {where}; each wants a launcher of its own\n"
+
+
 def describe_wait(reports: Mapping[int, Report], waiting_for: Sequence[int], *, has_keys: bool) -> str:
     """What is said while ranks take their time to end.
 

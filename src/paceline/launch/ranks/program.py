@@ -48,7 +48,8 @@ class Program:
                 _put_first_on_path(os.path.dirname(os.path.realpath(self.target)))
                 exec(_load_script(main, _absolute(self.target)), main.__dict__)
         except SystemExit as error:
-            self.reporter.exited(error)
+            if self.reporter.exited(error) and isinstance(error.code, str):
+                error.code = 1  # what it says the launcher prints, last
             raise
         except BaseException as error:
             deliver_through(self.reporter, error, _frames_of_program(error))

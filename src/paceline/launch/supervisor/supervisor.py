@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from paceline.launch.dispositions import ENDING, FORWARDED, OF_TERMINAL, signals_as_bytes
 from paceline.launch.failures.ending import SETTLE_S, first_failure
-from paceline.launch.failures.words import describe_layout, explain_sigkill
+from paceline.launch.failures.words import describe_layout, describe_meeting, explain_sigkill
 from paceline.launch.hangs.telling import Whereabouts
 from paceline.launch.layout import Layout
 from paceline.launch.lives.birth import Nursery
@@ -40,6 +40,8 @@ from paceline.launch.supervisor.signalled import Signalled
 from paceline.launch.supervisor.stopping import Stopping
 from paceline.launch.supervisor.verdict import Verdict
 from paceline.launch.wire import Message
+
+_PATIENCE_S = 5.0  # for other hosts to come, before it is said that they are waited for
 
 
 def launch(spec: LaunchSpec, audience: Audience | None = None) -> int:
@@ -133,6 +135,12 @@ class _Supervisor:
         for local_rank in range(layout.num_ranks):
             self._nursery.bear(life, local_rank)
 
+    def _say_who_is_awaited(self, life: int) -> None:
+        """Where the other hosts take their time to come to this life."""
+        if self._num_lives == life and self._verdict.exit_code is None:
+            nodes = self._spec.nodes
+            self._audience.sum_up(describe_meeting(nodes.least, nodes.most, self._spec.meeting_point))
+
     def _is_over(self, life: Life) -> bool:
         may_be_explained = self._course.peer_failure is None and self._course.ending_signal is None
         if not life.has_ended or (may_be_explained and time.monotonic() < life.explained_by_s):
@@ -216,6 +224,8 @@ class _Supervisor:
             if message["event"] == "ready":
                 self._rendezvous.open(lambda: self._server.open_meeting(self._spec, self._run_id), self._loop)
             self._rendezvous.meet(self._num_lives)
+            life = self._num_lives
+            self._loop.call_later(_PATIENCE_S, lambda: self._say_who_is_awaited(life))
         elif message["event"] == "error":
             self._course.broken = self._course.broken or message["text"]
             self._stop(signal.SIGTERM, signal.SIGKILL)
@@ -239,7 +249,8 @@ class _Supervisor:
         if code == -signal.SIGKILL and life is not None:
             how += explain_sigkill(life.oom_kills())
         which = "its ranks were stopped" if has_begun else "no rank was started; what it said stands above"
-        self._course.broken = self._course.broken or f"the fork server {how}; {which}"
+        if self._course.is_wanted:  # else it was ended on purpose
+            self._course.broken = self._course.broken or f"the fork server {how}; {which}"
         if life is None:
             self._verdict.conclude(None, self._num_restarts)
 
