@@ -25,8 +25,9 @@ def throughput(bench: Bench) -> Figure | None:
     one = bench.samples_per_s(alone) if alone else None
     if one is not None:
         top = max(top, most * one)
-        says = (f"one process: {units.digits(one)} samples/s",)
-        series.insert(0, Series(f"{most} × one process", "quiet", ((1, one), (most, most * one)), says, is_dashed=True))
+        marked = (f"one process: {units.digits(one)} samples/s",)
+        ideal = Series(f"{most} × one process", "quiet", ((1, one), (most, most * one)), marked, is_dashed=True)
+        series.insert(0, ideal)
     bars = tuple(_bar(bench, run) for run in runs)
 
     def draw(width: float) -> Drawing:
