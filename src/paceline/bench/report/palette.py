@@ -16,9 +16,10 @@ LIGHT_AND_DARK: Mapping[str, tuple[str, str]] = {
     "torch": ("#c2410c", "#f08c4f"),
     "parallel": ("#86198f", "#f0b6f5"),
     "alone": ("#6a737d", "#8b949e"),
-    "forward": ("#b3bcc6", "#8b96a2"),
+    "forward": ("#a5b0bc", "#8b96a2"),
     "backward": ("#6e7781", "#656d76"),
     "optimizer": ("#2f3a45", "#c9d1d9"),
+    "rest": ("#d0d7de", "#3d444d"),
     "hidden": ("#2a78d6", "#3987e5"),
     "exposed": ("#d9572b", "#e8703f"),
 }

@@ -15,7 +15,7 @@ KEY = (
     Meaning("backward", "backward"),
     Meaning("waiting for communication", "exposed"),
     Meaning("optimizer", "optimizer"),
-    Meaning("other, or not looked into", "grid"),
+    Meaning("other, or not looked into", "rest"),
 )
 
 
