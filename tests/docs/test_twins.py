@@ -15,6 +15,7 @@ ENGLISH = {"architecture.md", *(f"reference/{path.name}" for path in (DOCS / "re
 # Still without a twin; to become empty.
 WITHOUT_TWIN = {
     "backends.md",
+    "bench.md",
     "checkpoints.md",
     "compatibility.md",
     "data-parallel.md",
