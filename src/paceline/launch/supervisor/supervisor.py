@@ -41,7 +41,7 @@ from paceline.launch.supervisor.stopping import Stopping
 from paceline.launch.supervisor.verdict import Verdict
 from paceline.launch.wire import Message
 
-_PATIENCE_S = 5.0  # for other hosts to come, before it is said that they are waited for
+_PATIENCE_S = 3.0  # for other hosts to come, before it is said that they are waited for
 
 
 def launch(spec: LaunchSpec, audience: Audience | None = None) -> int:
