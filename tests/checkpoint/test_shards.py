@@ -3,6 +3,8 @@
 import os
 import pathlib
 import pickle
+import resource
+import signal
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 import paceline
 from paceline.checkpoint import shards
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from support.ranks import expect_errors, run_ranks
+from support.ranks import run_ranks
 
 WEIGHT = torch.arange(10.0).view(5, 2)
 
@@ -174,28 +176,6 @@ def test_a_run_that_was_whole_goes_on_sharded(tmp_path):
     assert run_ranks(2, resume, folder, True, backend="gloo") == [(before, after)] * 2
 
 
-class Odd:
-    def __init__(self, weight):
-        self.weight = weight
-
-    def state_dict(self):
-        return {"weight": self.weight, "path": pathlib.Path("a")}
-
-    def load_state_dict(self, state):
-        raise NotImplementedError
-
-
-def save_without_trust(world, folder):
-    paceline.Checkpointer(folder, every=1, async_=False, odd=Odd(distributed(WEIGHT))).step()
-
-
-@pytest.mark.slow
-def test_of_sharded_runs_too_what_would_need_trust_is_refused_on_all_ranks(tmp_path):
-    for message in expect_errors(2, save_without_trust, str(tmp_path)):
-        assert message.startswith("CheckpointError: a part's state holds objects of pathlib.")
-    assert os.listdir(tmp_path) == []
-
-
 # -- what goes wrong ----------------------------------------------------------------------------------------------
 
 
@@ -214,18 +194,52 @@ def test_no_code_of_a_folder_of_shards_is_run(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == [".metadata"]
 
 
-def save_where_rank_1_cannot(world, path):
-    if world.rank == 1:
-        os.listdir = lambda folder: []
-    paceline.save(sharded(1), path)
+class Odd:
+    def __init__(self, weight):
+        self.weight = weight
+
+    def state_dict(self):
+        return {"weight": self.weight, "path": pathlib.Path("a")}
+
+    def load_state_dict(self, state):
+        raise NotImplementedError
+
+
+def fail(world, folder):
+    """What the ranks say where a state would need trust, where they have no folder in common, and of a full disk."""
+    path, state, listdir = f"{folder}/a.pt", {"net": {"weight": distributed(torch.ones(4096))}}, os.listdir
+    checkpoints = paceline.Checkpointer(f"{folder}/run", every=1, async_=False, odd=Odd(state["net"]["weight"]))
+    messages = []
+
+    def save_where_rank_1_sees_nothing():
+        if world.rank == 1:
+            os.listdir = lambda folder: []
+        try:
+            paceline.save(state, path)
+        finally:
+            os.listdir = listdir
+
+    def save_where_rank_1_has_no_room():
+        if world.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+        paceline.save(state, path)
+
+    for work in (checkpoints.step, save_where_rank_1_sees_nothing, save_where_rank_1_has_no_room):
+        try:
+            work()
+        except CheckpointError as error:
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.slow
-def test_ranks_without_a_folder_in_common_are_told_and_leave_none(tmp_path):
-    messages = expect_errors(2, save_where_rank_1_cannot, str(tmp_path / "a.pt"))
-    for message in messages:
-        assert message.startswith(
-            f"CheckpointError: {tmp_path}/a.pt: rank 1 does not see the shards that rank 0 sees: "
-        )
-        assert message.endswith("Save sharded state to a file system that all hosts share.")
-    assert os.listdir(tmp_path) == []
+def test_what_goes_wrong_on_a_rank_is_told_on_all_and_leaves_nothing(tmp_path):
+    path = tmp_path / "a.pt"
+    for needs_trust, nothing_in_common, is_full in run_ranks(2, fail, str(tmp_path)):
+        assert needs_trust.startswith("a part's state holds objects of pathlib.")
+        assert nothing_in_common.startswith(f"{path}: rank 1 does not see the shards that rank 0 sees: ")
+        assert nothing_in_common.endswith("Save sharded state to a file system that all hosts share.")
+        assert is_full.startswith(f"{path}: the shards could not be written: rank 1: ")
+    assert os.listdir(tmp_path) == ["run"]
+    assert os.listdir(tmp_path / "run") == []

@@ -4,6 +4,7 @@ The invariant: a run that goes on from a checkpoint does what it would have done
 of everything, random generators included, is of one moment, between two steps.
 """
 
+import contextlib
 import logging
 import math
 import os
@@ -154,7 +155,7 @@ class Checkpointer:
             CheckpointError: on all ranks alike: the checkpoint before could not be written.
         """
         self.wait()
-        parts = self._parts.states()
+        parts = on_all(self._ranks, self._parts.states)
         answers = self._ranks.all((rng.states(), shards.is_sharded(parts)))
         is_sharded = any(has_shards for _, has_shards in answers)
         step, best = self.num_steps, self._better(metric)
@@ -251,7 +252,8 @@ class Checkpointer:
     def _retain(self, best: tuple[int, float] | None) -> None:
         self._best = best
         for old in retention.surplus(self._steps(), keep=self._keep, best=None if best is None else best[0]):
-            os.unlink(self._path_of(old))
+            with contextlib.suppress(FileNotFoundError):  # somebody has cleaned up
+                os.unlink(self._path_of(old))
             shards.remove_unnamed(self._path_of(old))
 
     def _steps(self) -> list[int]:

@@ -26,6 +26,10 @@ from paceline.checkpoint.ranks import Ranks, on_first
 from paceline.errors import CheckpointDamagedError, CheckpointError
 
 _FOLDER, _SHA256, _OUTLINE = "paceline.shards", "sha256", "outline"
+_KINDS = (  # where nobody has imported these, nobody has made one
+    ("torch.distributed.tensor", "DTensor"),
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # of FSDP's first version
+)
 _BETWEEN = ".shards-"  # a file's name and what makes its folder's one of its own
 
 
@@ -48,8 +52,8 @@ class Shards:
 
 def is_sharded(obj: Any) -> bool:
     """Whether a state holds tensors of which each rank has a part."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and any(isinstance(leaf, tensors.DTensor) for leaf in leaves_of(obj, set()))
+    kinds = tuple(getattr(sys.modules[name], kind) for name, kind in _KINDS if name in sys.modules)
+    return bool(kinds) and any(isinstance(leaf, kinds) for leaf in leaves_of(obj, set()))
 
 
 def leaves_of(obj: Any, seen: set[int]) -> Iterator[Any]:
@@ -88,7 +92,8 @@ def save(state: Any, path: str, ranks: Ranks) -> None:
             if ranks.rank == 0:  # nobody will name it
                 shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, dcp.CheckpointException):
-                raise CheckpointError(f"{path}: the shards could not be written: {error}") from error
+                causes = "; ".join(f"rank {rank}: {cause!r}" for rank, (cause, _) in error.failures.items())
+                raise CheckpointError(f"{path}: the shards could not be written: {causes}") from error
             raise
     on_first(ranks, lambda: remove_unnamed(path))
 
