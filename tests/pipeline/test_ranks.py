@@ -142,6 +142,114 @@ def test_two_stages_by_two_replicas_train_as_one_process():
     assert third == fourth
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, output, target):
+        return functional.cross_entropy(output * self.factor, target)
+
+
+def train_rest_of_mesh(world):
+    """What is not a trained stage: a loss with a parameter, and batch norm without any; batches down to nothing."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    model, loss, x, y = nn.Sequential(*layers), Tempered(), torch.randn(10, 6), torch.randint(3, (10,))
+    lanes = [[2, 0], [1, 3]]  # not in the order of ranks
+    replica = int(world.rank in (0, 3))
+    own_loss = copy.deepcopy(loss)
+    pipeline = paceline.Pipeline(copy.deepcopy(model), ranks=lanes, microbatches=3, loss=own_loss, count=len)
+    for num_first in (4, 1, 0):
+        expected = loss(model(x), y)
+        expected.backward()
+        share = slice(0, num_first) if replica == 0 else slice(num_first, 10)
+        torch.testing.assert_close(pipeline.forward_backward(x[share], target=y[share]), expected.detach())
+        assert_same_grads(pipeline, model)
+    if world.rank in lanes[1]:
+        torch.testing.assert_close(own_loss.factor.grad, loss.factor.grad)
+    plain = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, affine=False))
+    normed = paceline.Pipeline(plain, ranks=lanes, microbatches=2, loss=lambda output: output.square().mean())
+    for _ in range(2):
+        normed.forward_backward(torch.randn(10, 6) + replica)
+    buffers = [buffer.clone() for buffer in normed.buffers()]
+    normed.forward_backward(torch.ones(10, 6))  # begins with those of the first replica
+    return [buffer.tolist() for buffer in normed.buffers()], [buffer.tolist() for buffer in buffers]
+
+
+def test_replicas_agree_on_what_is_no_trained_stage_either():
+    zero, first, two, third = run_ranks(4, train_rest_of_mesh, timeout_s=60)
+    assert zero == two == ([], [])
+    assert first[0] == third[0]
+    assert first[1] != third[1]
+
+
+class Counts(nn.Linear):
+    """With a state that is no tensor."""
+
+    def get_extra_state(self):
+        return {"wide": torch.ones(2) * self.in_features}
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+class Task(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+
+def save_and_load(world):
+    """Lanes in the reverse order of ranks, three stages on each; the model within another module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counts(6, 6) for _ in range(6)))
+    pipeline = paceline.Pipeline(
+        copy.deepcopy(model),
+        ranks=[1, 0],
+        schedule="interleaved",
+        stages_per_lane=3,
+        microbatches=3,
+        loss=lambda output: output.square().mean(),
+    )
+    x = torch.randn(7, 6)
+    expected = model(x).square().mean()
+    expected.backward()
+    is_first = world.rank == 1
+    torch.testing.assert_close(pipeline.forward_backward(x if is_first else None), expected.detach())
+    assert_same_grads(pipeline, model)
+    with torch.no_grad():
+        torch.testing.assert_close(pipeline(x), model(x))
+    state = {name: value + 1 for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    extra = {f"{number}._extra_state": {"wide": torch.ones(2)} for number in range(6)}
+    Task(pipeline).load_state_dict({f"net.{name}": value for name, value in (state | extra).items()})
+    whole = pipeline.full_state_dict()
+    assert list(whole) == list(model.state_dict())
+    assert all(torch.equal(whole[name], state[name]) for name in state)
+    model.load_state_dict(whole)
+    assert model[5].seen["wide"].tolist() == [6.0, 6.0]
+    return [float(layer.seen["wide"][0]) for layer in pipeline.module]
+
+
+def test_lanes_may_be_in_any_order_and_states_that_are_no_tensors_are_saved_too():
+    assert run_ranks(2, save_and_load) == [[1.0] * 6] * 2
+
+
+def run_alone(world):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(4, 6)
+    pipeline = paceline.Pipeline(copy.deepcopy(model), loss=lambda output: output.square().mean())
+    model(x).square().mean().backward()
+    pipeline.forward_backward(x)
+    assert_same_grads(pipeline, model)
+    return pipeline.units
+
+
+def test_a_script_for_ranks_runs_as_one_process_too():
+    assert run_ranks(1, run_alone) == [[["0", "1"]]]
+
+
 def measure_and_draw(world):
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
     pipeline = paceline.Pipeline(
