@@ -3,6 +3,7 @@
 The invariant: a link is written as it works in the repository, and works on the site as well.
 """
 
+import itertools
 import pathlib
 import posixpath
 import re
@@ -10,6 +11,7 @@ import re
 import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
+from pymdownx.slugs import slugify
 
 from paceline.cli import command
 
@@ -55,7 +57,24 @@ def _page(text: str, path: str, name: str) -> tuple[str, set[str]]:
             linked.add(target)
         return found[1] + posixpath.relpath(_on_site(target), posixpath.dirname(name) or ".") + found[3]
 
-    return _HELP.sub(lambda found: _help_of(found[1]), _LINK.sub(lead, text)), linked
+    text = _HELP.sub(lambda found: _help_of(found[1]), _LINK.sub(lead, text))
+    return _with_english_anchors(text, path) if path.endswith(".zh.md") else text, linked
+
+
+def _with_english_anchors(text: str, path: str) -> str:
+    """A page in Chinese whose headings have their names in English too: pages without a twin link to those."""
+    english = (PROJECT / path.replace(".zh.md", ".md")).read_text().splitlines()
+    lines = text.splitlines()
+    slug = slugify(case="lower")
+    for number, of_twin in zip(_headings(lines), _headings(english), strict=False):  # a test holds that all are there
+        lines[number] += f' <a id="{slug(english[of_twin].strip("# "), "-")}"></a>'
+    return "\n".join(lines) + "\n"
+
+
+def _headings(lines: list[str]) -> list[int]:
+    """Which lines are headings; not comments in blocks of code."""
+    is_code = list(itertools.accumulate(lines, lambda inside, line: inside ^ line.startswith("```"), initial=False))
+    return [number for number, line in enumerate(lines) if line.startswith("#") and not is_code[number]]
 
 
 def _on_site(path: str) -> str:
