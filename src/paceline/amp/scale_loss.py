@@ -97,8 +97,8 @@ def _finish(
     """Unscale, judge, and let the scale and the optimizers follow the verdict."""
     scale = scaler.loss_scale()
     seen: set[int] = set()
+    writes = [found for each in states for found in each.find_writes()]  # while gradients are small still
     verdicts = [verdict for each in states for verdict in each.unscale(scale, seen)]
-    writes = [found for each in states for found in each.find_writes()]
     is_overflow, is_written = _judge(verdicts, writes, [each.company() for each in states])
     if is_written:
         for each in states:
