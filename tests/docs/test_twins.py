@@ -16,7 +16,6 @@ ENGLISH = {"architecture.md", *(f"reference/{path.name}" for path in (DOCS / "re
 WITHOUT_TWIN = {
     "backends.md",
     "bench.md",
-    "bench.md",
     "checkpoints.md",
     "compatibility.md",
     "data-parallel.md",
