@@ -128,6 +128,10 @@ def test_figures_are_shown_anew_from_a_file(tmp_path, capsys):
     assert "How fast" in shown.out
     assert shown.err == f"written: {tmp_path}/report.html\n"
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    said = refused("--from", f"{tmp_path}/b.json", "--out", str(folder))
+    assert said == f"paceline: {folder}: Is a directory, so it could not be written"
 
 
 NET = """
@@ -168,6 +172,7 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert f"DistributedDataParallel on 2 devices failed: {died}\n" in ran.stderr
     assert f"DataParallel on 2 devices failed: {raised}" in ran.stderr
     assert "what a model prints" not in ran.stdout
+    assert "Broken pipe" not in ran.stderr  # nor what torch says of ranks that go
     found = document.load(tmp_path / "b.json")
     assert (found.subject.num_parameters, found.subject.batch_size, found.subject.threads) == (36, 16, 1)
     assert found.command.endswith(f"{' '.join([*options, *files])}")

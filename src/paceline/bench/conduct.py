@@ -171,7 +171,7 @@ def _measure_steps(plan: _Plan, setting: Setting, findings: Findings, show: Show
         except RanksFailedError as error:
             for way in blamed:
                 findings.fail(number, way, str(error))
-                show.note(f"{way} on {_devices(number)} failed: {error}")
+                show.note(f"{_where(way, number)} failed: {_first_line(error)}")
 
 
 def _measure_memory(plan: _Plan, setting: Setting, findings: Findings, show: Show) -> None:
@@ -183,7 +183,7 @@ def _measure_memory(plan: _Plan, setting: Setting, findings: Findings, show: Sho
             for peak_bytes in _messages(memory.measure_memory, job, _ranks_of(way, number)) if way in left else ():
                 findings.keep_peak(number, way, peak_bytes)
         except RanksFailedError as error:
-            show.note(f"the memory of {way} on {_devices(number)} could not be measured: {error}")
+            show.note(f"the memory of {_where(way, number)} could not be measured: {_first_line(error)}")
         show.advance()
 
 
@@ -198,7 +198,7 @@ def _measure_collectives(plan: _Plan, findings: Findings, show: Show) -> None:
             findings.collectives.append(collective)
             show.advance()
     except RanksFailedError as error:
-        show.note(f"all_reduce on {_devices(setting.num_devices)} could not be measured: {error}")
+        show.note(f"all_reduce on {_devices(setting.num_devices)} could not be measured: {_first_line(error)}")
 
 
 def _messages(task: Task, job: object, num_ranks: int) -> Iterator[Any]:
@@ -208,6 +208,14 @@ def _messages(task: Task, job: object, num_ranks: int) -> Iterator[Any]:
 
 def _ranks_of(way: str, number: int) -> int:
     return number if is_on_every_rank(way) else 1
+
+
+def _where(way: str, number: int) -> str:
+    return way if way == ONE_PROCESS else f"{way} on {_devices(number)}"
+
+
+def _first_line(error: RanksFailedError) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _devices(number: int) -> str:

@@ -4,6 +4,7 @@ The invariant: what they tell one another goes over a group of its own, in which
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -22,7 +23,19 @@ def joined(setting: Setting) -> Iterator[dist.ProcessGroup]:
     torch.set_num_threads(setting.threads)
     backend = "cpu:gloo,cuda:nccl" if setting.device_type == "cuda" else "gloo"
     with init(backend, device=setting.device_type, timeout=PATIENCE):
-        yield dist.new_group(backend="gloo", timeout=PATIENCE)
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        try:
+            yield control
+        except BaseException:
+            silence(2)  # torch would print the stacks of connections that break now
+            raise
+
+
+def silence(fd: int) -> None:
+    """Whatever this process prints there from now on is lost."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, fd)
+    os.close(null)
 
 
 def gather(value: _T, control: dist.ProcessGroup) -> list[_T]:

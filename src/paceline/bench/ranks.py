@@ -5,7 +5,6 @@ They are forked from a server that has imported torch once, and torch's compiler
 The invariant: when the messages have ended, for whatever reason, none of the ranks is left.
 """
 
-import os
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, TypeAlias
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.multiprocessing.spawn import ProcessException
 
+from paceline.bench.joining import silence
 from paceline.errors import BenchError
 from paceline.launch.spawning.context import INTERRUPTED_S, Ranks
 from paceline.launch.spawning.spawn import spawn
@@ -109,9 +109,7 @@ def _run(rank: int, task: Task, job: object, writers: list[Connection]) -> None:
     for other, writer in enumerate(writers):
         if other != rank:
             writer.close()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)  # Gloo says there whom it has met, each rank once; the figures are the command's to print
-    os.close(null)
+    silence(1)  # Gloo says there whom it has met, each rank once; the figures are the command's to print
     with writers[rank] as writer:
         try:
             task(rank, job, writer.send if rank == 0 else _tell_nobody)

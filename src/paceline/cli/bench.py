@@ -80,15 +80,21 @@ def bench(source: str | None, out: str, no_report: bool, png: str | None, json_p
         if png:
             report.check_png()
     found = _measure(**given) if source is None else document.load(pathlib.Path(source))
-    if json_path:
-        document.save(found, pathlib.Path(json_path))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(tables_of(found))
-    written = [json_path] if json_path else []
-    if not no_report:
-        report.write(found, pathlib.Path(out))
-        written.append(out)
-    if png:
-        written += map(str, report.write_pngs(found, pathlib.Path(png)))
+    written = []
+    try:
+        if json_path:
+            document.save(found, pathlib.Path(json_path))
+            written.append(json_path)
+        if not no_report:
+            report.write(found, pathlib.Path(out))
+            written.append(out)
+        if png:
+            written += map(str, report.write_pngs(found, pathlib.Path(png)))
+    except OSError as error:
+        raise BenchError(
+            f"{error.filename2 or error.filename}: {error.strerror}, so it could not be written"
+        ) from error
     if written:
         click.echo(f"written: {', '.join(written)}", err=True)
     return 130 if found.interrupted else 1 if any(run.error for run in found.runs) else 0
