@@ -131,7 +131,7 @@ def test_figures_are_shown_anew_from_a_file(tmp_path, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
     said = refused("--from", f"{tmp_path}/b.json", "--out", str(folder))
-    assert said == f"paceline: {folder}: Is a directory, so it could not be written"
+    assert said == f"paceline: {folder} could not be written: a folder has that name"
 
 
 NET = """

@@ -72,29 +72,25 @@ def bench(source: str | None, out: str, no_report: bool, png: str | None, json_p
     with _libraries():
         from rich.console import Console
 
-        from paceline.bench import document
+        from paceline.bench import document, report
         from paceline.bench.table import WIDTH, tables_of
 
-        if not no_report or png:
-            from paceline.bench import report
         if png:
             report.check_png()
     found = _measure(**given) if source is None else document.load(pathlib.Path(source))
     Console(width=None if sys.stdout.isatty() else WIDTH).print(tables_of(found))
     written = []
-    try:
-        if json_path:
+    if json_path:
+        with _writing(json_path):
             document.save(found, pathlib.Path(json_path))
-            written.append(json_path)
-        if not no_report:
+        written.append(json_path)
+    if not no_report:
+        with _writing(out):
             report.write(found, pathlib.Path(out))
-            written.append(out)
-        if png:
+        written.append(out)
+    if png:
+        with _writing(png):
             written += map(str, report.write_pngs(found, pathlib.Path(png)))
-    except OSError as error:
-        raise BenchError(
-            f"{error.filename2 or error.filename}: {error.strerror}, so it could not be written"
-        ) from error
     if written:
         click.echo(f"written: {', '.join(written)}", err=True)
     return 130 if found.interrupted else 1 if any(run.error for run in found.runs) else 0
@@ -128,6 +124,14 @@ def _check_folder(path: str | None) -> None:
     """Now, rather than after all has been measured."""
     if path is not None and not pathlib.Path(path).absolute().parent.is_dir():
         raise BenchError(f"{path}: there is no such folder to write it in; make it, or name another")
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BenchError(f"{path} could not be written: {error.strerror or error}") from error
 
 
 @contextlib.contextmanager
