@@ -39,9 +39,16 @@ class Parts(html.parser.HTMLParser):
             self.loads.append(given["src"])
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("docs") / "site"
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
+    site = build(tmp_path / "site")
+    every_link_leads_to_a_page_and_a_place_that_is_there(site)
+    nothing_is_loaded_from_elsewhere(site)
+    every_page_is_there_in_both_languages(site)
+    every_public_name_is_in_the_reference(site)
+
+
+def build(folder):
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=PROJECT,
@@ -54,7 +61,7 @@ def site(tmp_path_factory):
     return {path: Parts(path.read_text()) for path in folder.rglob("*.html") if path.name != "404.html"}
 
 
-def test_every_link_of_the_site_leads_to_a_page_and_a_place_that_is_there(site):
+def every_link_leads_to_a_page_and_a_place_that_is_there(site):
     broken = []
     for path, parts in site.items():
         for link in parts.links:
@@ -67,14 +74,14 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_place_that_is_there(site):
     assert broken == []
 
 
-def test_the_site_loads_nothing_from_elsewhere(site):
+def nothing_is_loaded_from_elsewhere(site):
     for path, parts in site.items():
         for load in parts.loads:
             assert "//" not in load, f"{path.name}: {load}"
             assert (path.parent / load).exists(), f"{path.name}: {load}"
 
 
-def test_every_page_is_there_in_both_languages(site):
+def every_page_is_there_in_both_languages(site):
     places = {path.as_posix().split("/site/", 1)[1] for path in site}
     english = {place for place in places if not place.startswith("zh/")}
     assert {f"zh/{place}" for place in english} == places - english
@@ -92,6 +99,6 @@ def public_names():
     return names
 
 
-def test_every_public_name_is_in_the_reference(site):
+def every_public_name_is_in_the_reference(site):
     ids = {name for path, parts in site.items() if path.parent.name == "reference" for name in parts.ids}
     assert public_names() - ids == set()

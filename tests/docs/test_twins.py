@@ -43,6 +43,15 @@ def test_every_page_has_a_twin_or_stays_english():
     assert {path.name for path in DOCS.rglob("*.zh.md")} == {twin.name for twin in TWINS.values()}
 
 
+def test_every_title_of_the_navigation_is_translated():
+    settings = (PROJECT / "mkdocs.yml").read_text()
+    titles = re.findall(r"(?m)^ +- \"?([^:\"]+)\"?:(?: \S+\.md)?$", settings.split("\nnav:\n")[1])
+    translated = settings.split("nav_translations:\n")[1]
+    assert len(titles) > 20
+    for title in titles:
+        assert re.search(rf"(?m)^ {{12}}\"?{re.escape(title)}\"?: \S", translated), title
+
+
 @pytest.mark.parametrize(("path", "twin"), PAIRS, ids=[path.name for path, _ in PAIRS])
 def test_a_page_and_its_twin_have_the_same_headings_blocks_tables_and_links(path, twin):
     page, other = read_page(path), read_page(twin)
