@@ -19,6 +19,7 @@ from torch.nn import Module, Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.amp.convert import HALF
+from paceline.errors import AmpError
 
 _CHUNK_BYTES = 8 << 20
 
@@ -44,7 +45,11 @@ class Master:
     @property
     def param(self) -> Tensor:
         param = self._param()
-        assert param is not None, "the optimizer outlives the model whose weights it steps"
+        if param is None:
+            raise AmpError(
+                "a weight of which this optimizer steps a master is gone: its model was deleted, or got other "
+                "parameters. Build a new optimizer, and call amp.initialize with it."
+            )
         return param
 
     @torch.no_grad()
