@@ -45,7 +45,7 @@ def test_every_page_has_a_twin_or_stays_english():
 
 def test_every_title_of_the_navigation_is_translated():
     settings = (PROJECT / "mkdocs.yml").read_text()
-    titles = re.findall(r"(?m)^ +- \"?([^:\"]+)\"?:(?: \S+\.md)?$", settings.split("\nnav:\n")[1])
+    titles = re.findall(r"(?m)^ +- \"?([^:\"\n]+)\"?:(?: \S+\.md)?$", settings.split("\nnav:\n")[1])
     translated = settings.split("nav_translations:\n")[1]
     assert len(titles) > 20
     for title in titles:
