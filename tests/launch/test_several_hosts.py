@@ -4,11 +4,12 @@ import contextlib
 import re
 import signal
 import socket
+import sys
 
 import psutil
 import pytest
 
-from support.commands import PACELINE, in_the_end, processes_with, start, wait_until, write_script
+from support.commands import PACELINE, in_the_end, processes_with, run_command, start, wait_until, write_script
 from support.ipv6 import needs_ipv6
 
 TRAINS = """
@@ -173,3 +174,11 @@ def test_a_launcher_that_nobody_joins_can_be_interrupted(tmp_path):
     assert (code, out) == (130, "")
     assert in_the_end(err) == "paceline: interrupted by SIGINT, all ranks have ended\n"
     assert not processes_with(str(tmp_path))
+
+
+def test_a_launcher_that_is_alone_waits_for_no_other_host(tmp_path):
+    impatient = "from paceline.cli import main; from paceline.launch.supervisor import supervisor as launcher\n"
+    impatient += "launcher._PATIENCE_S = 0.0\nmain()"
+    script = write_script(tmp_path, "import time; time.sleep(0.3)")
+    done = run_command([*command, "run", "-n", "1", script])
+    assert (done.returncode, done.stderr) == (0, "")

@@ -223,8 +223,8 @@ class _Supervisor:
                 return
             if message["event"] == "ready":
                 self._rendezvous.open(lambda: self._server.open_meeting(self._spec, self._run_id), self._loop)
-            self._rendezvous.meet(self._num_lives)
             life = self._num_lives
+            self._rendezvous.meet(life)  # which a host that is alone does at once
             self._loop.call_later(_PATIENCE_S, lambda: self._say_who_is_awaited(life))
         elif message["event"] == "error":
             self._course.broken = self._course.broken or message["text"]
