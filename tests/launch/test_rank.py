@@ -8,8 +8,9 @@ import sys
 import zipfile
 
 import pytest
+import torch
 
-from support.commands import PACELINE, paceline_run, run_command, start, write_script
+from support.commands import PACELINE, in_the_end, paceline_run, run_command, start, write_script
 
 # Not ``python -m paceline``, for which python itself puts the current folder first on the path.
 COMMAND = str(pathlib.Path(sys.executable).with_name("paceline"))
@@ -244,3 +245,14 @@ def test_the_server_starts_no_thread_and_no_process(tmp_path):
 def test_what_optimizers_and_torchs_wrapper_import_is_there_for_scripts_that_make_one(tmp_path, source, found):
     script = write_script(tmp_path, f"import sys; print('torch._dynamo' in sys.modules)  # {source}")
     assert paceline_run(script).stdout == found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_rank_that_cannot_be_bound_to_cores_near_its_gpu_says_so_and_no_more(tmp_path):
+    ran = paceline_run("--numa-binding", "node", write_script(tmp_path, "print('ran')"))
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert in_the_end(ran.stderr) == (
+        "paceline: rank 0 failed first, exit code 1:\n"
+        "paceline.errors.LaunchError: --numa-binding node binds each rank to the cores near its GPU, but torch finds "
+        "no CUDA device here; leave it out\n"
+    )

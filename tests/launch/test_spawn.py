@@ -480,6 +480,7 @@ def add_up(index, shared):
         total = torch.ones(1)
         dist.all_reduce(total)
         shared[index] = total.item()
+        shared[2 + index] = torch.get_num_threads()
 
 def look(index):
     modules = [name in sys.modules for name in ("paceline.launch.spawning.warm", "paceline.parallel", "torch._dynamo")]
@@ -493,7 +494,7 @@ if __name__ == "__main__":
     import paceline
     method = sys.argv[1]
     os.environ["UNSET"] = "1"
-    shared = torch.zeros(2).share_memory_()
+    shared = torch.zeros(4).share_memory_()
     paceline.spawn(add_up, (shared,), nprocs=2, start_method=method)
     print(shared.tolist())
     if method == "forkserver":
@@ -520,15 +521,17 @@ if __name__ == "__main__":
 
 def test_fresh_and_warm_processes_are_ranks_as_forks_are(tmp_path):
     scripts = {method: write_script(tmp_path / method, METHODS) for method in ("spawn", "forkserver")}
-    processes = {method: start([sys.executable, script, method]) for method, script in scripts.items()}
+    env = {"OMP_NUM_THREADS": None}
+    processes = {method: start([sys.executable, script, method], env=env) for method, script in scripts.items()}
+    threads = float(max(1, len(os.sched_getaffinity(0)) // 2))  # the cores are shared out
     out = {}
     for method, process in processes.items():
         out[method], err = process.communicate(timeout=90)
         assert (process.returncode, err) == (0, "")
     last = "ProcessRaisedException True ValueError: rank 0 of optim\n[]\n"
-    assert out["spawn"] == "[2.0, 2.0]\n" + last
+    assert out["spawn"] == f"[2.0, 2.0, {threads}, {threads}]\n" + last
     assert out["forkserver"] == (
-        "[2.0, 2.0]\n"
+        f"[2.0, 2.0, {threads}, {threads}]\n"
         "ProcessRaisedException AttributeError: Can't get attribute 'Nowhere' on "
         f"<module '__mp_main__' from '{scripts['forkserver']}'>\n" + last
     )

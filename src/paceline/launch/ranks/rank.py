@@ -7,9 +7,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from paceline import waits
+from paceline.errors import LaunchError
 from paceline.launch.dispositions import Dispositions
 from paceline.launch.prctl import die_with_parent
 from paceline.launch.ranks.program import Command, Program
@@ -39,6 +40,14 @@ def become(birth: Message, *, server_pid: int, dispositions: Dispositions) -> No
     _survive_sigusr2()
 
 
+def give_up(birth: Message, error: Exception) -> NoReturn:
+    """End this fork, which could not become a rank; the supervisor tells why."""
+    if not Reporter(birth["report"], birth["rank"]).raised(error, None):
+        sys.stderr.write(f"paceline: a rank could not be started: {error}\n")
+        sys.stderr.flush()
+    os._exit(1)
+
+
 def runner(birth: Message, job: Message, dispositions: Dispositions) -> Callable[[], None]:
     """What runs the script in this rank."""
     if job["is_command"]:
@@ -49,7 +58,14 @@ def runner(birth: Message, job: Message, dispositions: Dispositions) -> Callable
 
 
 def _bind_to_cores_near_gpu(gpu: int, mode: str) -> None:
+    import torch
     from torch.numa import binding
+
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            f"--numa-binding {mode} binds each rank to the cores near its GPU, but torch finds no CUDA device here; "
+            "leave it out"
+        )
 
     options = binding.NumaOptions(affinity_mode=binding.AffinityMode(mode))
     binding._maybe_apply_numa_binding_to_current_process(gpu_index=gpu, numa_options=options)

@@ -148,7 +148,10 @@ class _Server:
             self._leave_server()
             _pass(gate)
             birth = order | dict(zip(("stdout", "stderr", "report", "page"), fds, strict=True))
-            ranks.become(birth, server_pid=self._pid, dispositions=self._dispositions)
+            try:
+                ranks.become(birth, server_pid=self._pid, dispositions=self._dispositions)
+            except Exception as error:
+                ranks.give_up(birth, error)
             return ranks.runner(birth, self._job, self._dispositions)
         for fd in fds:
             os.close(fd)

@@ -26,12 +26,14 @@ import torch
 
 from paceline.environment import read_placement
 from paceline.errors import EnvironmentVariableError, LaunchError
-from paceline.launch.layout import Layout, rank_environment
+from paceline.launch.counts import usable_cores
+from paceline.launch.layout import Layout, rank_environment, shared_environment
 from paceline.launch.ranks.report import Reporter
 from paceline.launch.spec.launch import LaunchSpec
 
 # What `spawn` has set in this process's environment, which is not for the processes that this one spawns.
 _given: dict[str, str] = {}
+_THREADS = "OMP_NUM_THREADS"
 # What is held for as long as the process lives, its last threads included.
 _held: list[object] = []
 
@@ -100,6 +102,7 @@ def variables_of(nprocs: int, port: socket.socket) -> list[dict[str, str]]:
     Those that mark torch's elastic agent are left out: it would host the store, even where a script names its own port.
     """
     told = {name: value for name, value in os.environ.items() if _given.get(name) != value}
+    shared = shared_environment(os.environ, num_ranks=nprocs, num_cores=usable_cores(), is_alone=True)
     LaunchSpec("spawn", is_module=True, num_ranks=nprocs)  # raises where this host cannot hold as many
     layout = Layout.of_one_host("", 0, nprocs, port.getsockname()[1])
     ranks = [
@@ -113,8 +116,10 @@ def variables_of(nprocs: int, port: socket.socket) -> list[dict[str, str]]:
     is_taken = any(told.get(name, value) != value for rank in ranks for name, value in rank.items() if _is_place(name))
     with contextlib.suppress(EnvironmentVariableError):  # half of one, such as the number of processes alone
         is_taken = is_taken or read_placement(told).world_size > 1
+    threads = {name: value for name, value in shared.items() if name == _THREADS}
     return [
         {name: value for name, value in rank.items() if name not in told and not (is_taken and _is_place(name))}
+        | threads
         for rank in ranks
     ]
 
@@ -175,6 +180,8 @@ def _become(birth: Birth) -> None:
     if birth.method == "fork":
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         torch.set_num_threads(1)  # as in a loader's worker: the parent's pool of threads has not come along
+    elif _THREADS in birth.variables:  # for what is started from here; torch, which reads it, is there already
+        torch.set_num_threads(int(birth.variables[_THREADS]))
     if birth.method != "spawn" and "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # or all ranks would draw the same; python's generator sees to itself
 
