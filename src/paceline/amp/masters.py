@@ -47,8 +47,8 @@ class Master:
         param = self._param()
         if param is None:
             raise AmpError(
-                "a weight of which this optimizer steps a master is gone: its model was deleted, or got other "
-                "parameters. Build a new optimizer, and call amp.initialize with it."
+                "a weight of which this optimizer steps a master is gone: the model was deleted, or has "
+                "got another parameter in its place. Build a new optimizer, and call amp.initialize with it."
             )
         return param
 
