@@ -180,5 +180,5 @@ def test_a_launcher_that_is_alone_waits_for_no_other_host(tmp_path):
     impatient = "from paceline.cli import main; from paceline.launch.supervisor import supervisor as launcher\n"
     impatient += "launcher._PATIENCE_S = 0.0\nmain()"
     script = write_script(tmp_path, "import time; time.sleep(0.3)")
-    done = run_command([*command, "run", "-n", "1", script])
+    done = run_command([sys.executable, "-c", impatient, "run", "-n", "1", script])
     assert (done.returncode, done.stderr) == (0, "")
