@@ -38,9 +38,11 @@ class Holdings:
         groups = [] if optimizer is None else optimizer.param_groups
         ids = tuple(id(param) for group in groups for param in group["params"])
         if ids != self._ids:
+            kept = self._masters  # also those whose weights are gone
             self._masters, self._own = [], []
             for group in groups:
                 group["params"][:] = [self._look_at(param, None) for param in group["params"]]
+            del kept
             self._ids = tuple(id(param) for group in groups for param in group["params"])
         return self._masters, self._own
 
