@@ -1,7 +1,12 @@
 """Models as people write them: cut, they compute what they compute whole, or are refused."""
 
 import copy
+import gc
 import io
+import os
+import random
+import signal
+import threading
 
 import pytest
 import torch
@@ -404,3 +409,148 @@ def test_an_empty_batch_is_that_of_the_undivided_model():
     assert pipeline.forward_backward(torch.randn(0, 4)) == 0
     assert pipeline.module[0].weight.grad.count_nonzero() == 0
     assert pipeline(torch.randn(0, 4)).shape == (0, 4)
+
+
+class Does(nn.Module):
+    """Does something with each block's output, outside of the blocks."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.blocks = nn.ModuleList(linears(2))
+        self.does = does
+        self.seen = []
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.does(self, block, x)
+        return x
+
+
+def adds_noise(_model, block, x):
+    return block(x) + torch.randn(4)
+
+
+def drops_layers(_model, block, x):
+    return x if random.random() < 0.5 else block(x)
+
+
+def freezes(_model, block, x):
+    with torch.no_grad():
+        return block(x)
+
+
+def casts(_model, block, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return block(x)
+
+
+def counts(model, block, x):
+    model.num_calls = getattr(model, "num_calls", 0) + 1
+    return block(x)
+
+
+def remembers(model, block, x):
+    model.seen.append(x)
+    return block(x)
+
+
+@pytest.mark.parametrize(
+    ("does", "message"),
+    [
+        (adds_noise, "it draws random numbers that depend on no argument"),
+        (drops_layers, "it draws random numbers that depend on no argument"),
+        (freezes, "it computes under no_grad, or another autocast"),
+        (casts, "it computes under no_grad, or another autocast"),
+        (counts, r"it sets self\.num_calls"),
+        (remembers, r"it sets self\.seen"),
+    ],
+    ids=lambda item: item.__name__ if callable(item) else "",
+)
+def test_what_stages_would_not_repeat_is_refused_and_undone(does, message):
+    model = Does(does)
+    with pytest.raises(
+        PlanError, match=rf"^Does\.forward cannot be followed, .*: {message}\. Have a block do so\. Give"
+    ):
+        paceline.Pipeline(model, CPUS)
+    assert model.seen == []
+    assert not hasattr(model, "num_calls")
+
+
+class Tempered(Offset):
+    """Computes with a buffer alone, writes into another, and uses a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        factor = self.offset.sqrt()
+        self.count.add_(1)
+        return super().forward(x) * factor + torch.ones(4)
+
+
+def test_what_is_computed_of_buffers_is_computed_in_each_step():
+    model, x = Tempered(), torch.randn(2, 4)
+    pipeline = paceline.Pipeline(copy.deepcopy(model), CPUS, microbatches=1)
+    state = {name: value + 1 for name, value in model.state_dict().items()}
+    for each in (model, pipeline):
+        each.load_state_dict(state)
+    for _ in range(2):
+        torch.testing.assert_close(pipeline(x), model(x))
+    assert pipeline.module.count == model.count == 3
+
+
+class Interrupts(nn.Module):
+    """Once."""
+
+    def forward(self, x):
+        if not hasattr(self, "is_done"):
+            self.is_done = True
+            os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+
+def test_after_ctrl_c_no_thread_is_left_and_the_next_step_works():
+    model = nn.Sequential(*linears(2), Interrupts())
+    pipeline = paceline.Pipeline(model, CPUS, balance=["1"], loss=mean_square)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.forward_backward(torch.randn(8, 4))
+    assert threading.active_count() == 1
+    pipeline.zero_grad()
+    x = torch.randn(8, 4)
+    pipeline.forward_backward(x)
+    whole = nn.Sequential(*copy.deepcopy(list(model)[:2]))
+    whole.zero_grad()
+    mean_square(whole(x)).backward()
+    assert_same_grads(pipeline, whole)
+
+
+def test_where_no_thread_can_be_started_those_that_were_do_not_wait_for_it(monkeypatch):
+    start = threading.Thread.start
+
+    def start_first(thread):
+        if "replica 1" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_first)
+    pipeline = paceline.Pipeline(nn.Sequential(*linears()), CPUS, loss=mean_square)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        pipeline.forward_backward(torch.randn(4, 4))
+    assert threading.active_count() == 1
+
+
+def test_steps_leave_nothing_behind():
+    """Without the garbage collector: no thread, no cycle, no tensor."""
+    pipeline = paceline.Pipeline(nn.Sequential(*linears()), CPUS, microbatches=4, loss=mean_square)
+    counts = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            for _ in range(20):
+                pipeline.forward_backward(torch.randn(8, 4))
+            counts.append(sum(type(item) is torch.Tensor for item in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[1] == counts[2]
+    assert threading.active_count() == 1

@@ -178,7 +178,7 @@ class DeviceRunner:
         mailbox = _Mailbox()
         jobs = [self._job(schedule, lane, batch, mailbox, keeps=keeps) for lane in range(len(self._devices))]
         try:
-            results = run(jobs, self._devices)
+            results = run(jobs, self._devices, mailbox.fail)
             failure = mailbox.take_failure()
             if failure is not None:
                 raise failure

@@ -3,13 +3,19 @@
 A forward branches on what it is called with: on arguments that are None, on flags, on names. So these are what they are
 in the example, or by default, when it is followed, and must be the same in every call.
 
-The invariant: a call that ``check`` accepts takes the branches that the graph has.
+torch.fx runs forward once and writes down what is done with its arguments. What else forward does would be done then
+and never again, so it is refused: random draws, attributes that it sets, modes of torch that it switches.
+
+The invariant: a call that ``check`` accepts does what the graph does, no more and no less.
 """
 
+import contextlib
+import copy
 import dis
 import inspect
+import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -57,8 +63,10 @@ class Tracing:
         Raises:
             PlanError: it branches on values, or does something else that torch.fx cannot follow.
         """
+        followed = [part for name, part in self._module.named_modules() if not is_left_whole(name, self._whole)]
         try:
-            return _Tracer(self._whole, self._fixed).trace(self._module)
+            with _without_effects(followed):
+                return _Tracer(self._whole, self._fixed).trace(self._module)
         except Exception as error:
             raise PlanError(
                 f"{self._name} cannot be followed, so the model cannot be cut: {error}. Give a list of stages, each a "
@@ -106,10 +114,19 @@ def is_left_whole(name: str, whole: Sequence[str]) -> bool:
 
 
 class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True  # or what is computed of a buffer alone would be computed now, once
+
     def __init__(self, whole: Sequence[str], fixed: Mapping[str, Any]) -> None:
         super().__init__()
         self._whole = whole
         self._fixed = fixed
+        self._modes = _modes()
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """Refuse what is done under another mode, which the graph would not switch to."""
+        if _modes() != self._modes:
+            raise PlanError("it computes under no_grad, or another autocast. Have a block do so")
+        return super().create_node(*args, **kwargs)
 
     def create_args_for_root(
         self,
@@ -144,6 +161,55 @@ def _asserts(frame: FrameType) -> bool:
         and names[0].endswith("IF_TRUE")
         and names[1] in ("LOAD_ASSERTION_ERROR", "LOAD_COMMON_CONSTANT")
     )
+
+
+def _modes() -> tuple[Any, ...]:
+    """Of torch, which change what operations do."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+@contextlib.contextmanager
+def _without_effects(modules: Sequence[Module]) -> Iterator[None]:
+    """Refuse what a forward in this block leaves behind, and undo it.
+
+    Raises:
+        PlanError: it has drawn random numbers, or set attributes.
+    """
+    attributes = [_attributes_of(module) for module in modules]
+    contents = [
+        {name: copy.copy(value) for name, value in held.items() if isinstance(value, list)} for held in attributes
+    ]
+    torchs, pythons = torch.get_rng_state(), random.getstate()
+    changed: set[str] = set()
+    try:
+        yield
+    finally:
+        has_drawn = not torch.equal(torch.get_rng_state(), torchs) or random.getstate() != pythons
+        torch.set_rng_state(torchs)
+        random.setstate(pythons)
+        for module, before, lists in zip(modules, attributes, contents, strict=True):
+            now = _attributes_of(module)
+            for name in now.keys() - before.keys():
+                del vars(module)[name]
+                changed.add(name)
+            for name in [name for name, value in before.items() if now.get(name) is not value]:
+                vars(module)[name] = before[name]
+                changed.add(name)
+            for name in [name for name, value in lists.items() if len(value) != len(before[name])]:
+                before[name][:] = lists[name]
+                changed.add(name)
+    if has_drawn:
+        raise PlanError("it draws random numbers that depend on no argument. Have a block do so")
+    if changed:
+        raise PlanError(f"it sets {', '.join(f'self.{name}' for name in sorted(changed))}. Have a block do so")
+
+
+def _attributes_of(module: Module) -> dict[str, Any]:
+    """What it has, but for what torch.fx itself sets."""
+    return {name: value for name, value in vars(module).items() if not name.startswith("_tensor_constant")}
 
 
 def _are_same(one: object, other: object) -> bool:

@@ -9,6 +9,7 @@ The invariant: when ``run`` returns or raises, all its threads have ended.
 import contextlib
 import contextvars
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from paceline.parallel.data_parallel.meter import metered
 from paceline.parallel.data_parallel.place import working_for
 
 _T = TypeVar("_T")
+_BIRTH_S = 1.0  # at most, until a thread that has been started is seen to run
 
 
 def parallel_apply(
@@ -61,9 +63,15 @@ def parallel_apply(
     return run([job(index) for index in range(count)], where)
 
 
-def run(jobs: Sequence[Callable[[], _T]], devices: Sequence[torch.device]) -> list[_T]:
+def run(
+    jobs: Sequence[Callable[[], _T]],
+    devices: Sequence[torch.device],
+    stop: Callable[[BaseException], None] = lambda _interruption: None,
+) -> list[_T]:
     """Run all jobs at once, each in a thread of its own; a single one in the caller's.
 
+    Args:
+        stop: has jobs that wait for one another end soon, when the caller is interrupted, or not all could be started.
     Raises:
         Exception: of the first replica that failed, once all have ended. The message tells of the others.
     """
@@ -85,7 +93,7 @@ def run(jobs: Sequence[Callable[[], _T]], devices: Sequence[torch.device]) -> li
     if len(jobs) == 1:
         work(0)
     else:
-        _join_all(_start(work_in_thread, devices))
+        _join_all(_start(work_in_thread, devices, stop), stop)
     if failures:
         try:
             raise _first_of(failures, devices)
@@ -94,29 +102,37 @@ def run(jobs: Sequence[Callable[[], _T]], devices: Sequence[torch.device]) -> li
     return [results[index] for index in range(len(jobs))]
 
 
-def _start(work: Callable[[int], None], devices: Sequence[torch.device]) -> list[threading.Thread]:
+def _start(
+    work: Callable[[int], None], devices: Sequence[torch.device], stop: Callable[[BaseException], None]
+) -> list[threading.Thread]:
     started: list[threading.Thread] = []
     try:
         for index, device in enumerate(devices):
             context = contextvars.copy_context()
             thread = threading.Thread(target=context.run, args=(work, index), name=f"replica {index} on {device}")
+            started.append(thread)  # before: its start may be interrupted when it runs already
             thread.start()
-            started.append(thread)
-    except BaseException:  # no thread can be started, or Ctrl-C
-        _join_all(started)
+    except BaseException as error:  # no thread can be started, or Ctrl-C
+        stop(error)
+        _join_all(started, stop)
         raise
     return started
 
 
-def _join_all(threads: Sequence[threading.Thread]) -> None:
-    """Wait for all, also if that is interrupted."""
+def _join_all(threads: Sequence[threading.Thread], stop: Callable[[BaseException], None]) -> None:
+    """Wait for all, also if that is interrupted, and for those that are about to run."""
     interruption: BaseException | None = None
+    latest = time.monotonic() + _BIRTH_S
     for thread in threads:
-        while thread.is_alive():
+        while thread.is_alive() or (thread in threading.enumerate() and time.monotonic() < latest):
             try:
-                thread.join()
+                if thread.is_alive():
+                    thread.join()
+                else:
+                    time.sleep(0.001)
             except BaseException as error:  # Ctrl-C: a thread cannot be ended from outside
                 interruption = error
+                stop(error)
     if interruption is not None:
         raise interruption
 
