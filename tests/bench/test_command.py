@@ -190,9 +190,18 @@ def test_a_way_that_fails_is_named_and_the_others_go_on(tmp_path):
     assert list((tmp_path / "png").glob("*.png"))
 
 
+LINEAR = """
+import torch
+
+def make():
+    return torch.nn.Linear(2048, 2048), (torch.randn(4, 2048), torch.zeros(4, 2048))
+"""
+LINEAR_BYTES = 4 * (2048 * 2048 + 2048)
+
+
 @pytest.mark.slow
 def test_both_kinds_of_ddp_are_measured_whole_and_ctrl_c_keeps_what_is_finished(tmp_path):
-    script = write_script(tmp_path, NET.replace("{forward}", "pass"))
+    script = write_script(tmp_path, LINEAR)
     said = tmp_path / "said"
     command = [
         *PACELINE,
@@ -226,11 +235,15 @@ def test_both_kinds_of_ddp_are_measured_whole_and_ctrl_c_keeps_what_is_finished(
         (OURS, 2, 2),
         (TORCHS, 2, 2),
     ]
-    for run in found.runs[1:]:
-        assert run.bytes_sent >= 144  # the gradients
-        assert len(run.peak_bytes) == 2
+    for run in found.runs:
+        assert len(run.peak_bytes) == run.num_devices
+        # Parameters and gradients are in it, and not what torch itself takes.
+        assert 2 * LINEAR_BYTES < min(run.peak_bytes) < 8 * LINEAR_BYTES
         assert run.phases is not None
-        assert len(run.alone_s) == 2
+    ours, torchs = found.runs[1:]
+    assert torchs.bytes_sent == LINEAR_BYTES  # of two ranks each sends half of the gradients twice
+    assert LINEAR_BYTES < ours.bytes_sent < LINEAR_BYTES + 1000  # and the control message
+    assert [len(run.alone_s) for run in (ours, torchs)] == [2, 2]
     assert {span.rank for span in found.step} == {0, 1}
     assert min(span.begin_s for span in found.step) == 0.0
 
