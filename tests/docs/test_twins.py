@@ -12,23 +12,6 @@ from support.pages import DOCS, PROJECT, read_page
 
 # Pages that stay in English: what is made of docstrings, and what only those read who change the code.
 ENGLISH = {"architecture.md", *(f"reference/{path.name}" for path in (DOCS / "reference").glob("*.md"))}
-# Still without a twin; to become empty.
-WITHOUT_TWIN = {
-    "backends.md",
-    "bench.md",
-    "checkpoints.md",
-    "compatibility.md",
-    "data-parallel.md",
-    "data.md",
-    "how-ddp-works.md",
-    "launching.md",
-    "mixed-precision.md",
-    "performance.md",
-    "pipeline.md",
-    "terms.md",
-    "when-it-fails.md",
-    "which-wrapper.md",
-}
 TWINS = {
     path.relative_to(DOCS).as_posix(): path.with_name(path.name.replace(".md", ".zh.md"))
     for path in sorted(DOCS.rglob("*.md"))
@@ -39,7 +22,7 @@ PAIRS = [(DOCS / name, twin) for name, twin in TWINS.items()] + [(PROJECT / "REA
 
 def test_every_page_has_a_twin_or_stays_english():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if ".zh" not in path.name}
-    assert pages - TWINS.keys() == ENGLISH | WITHOUT_TWIN
+    assert pages - TWINS.keys() == ENGLISH
     assert {path.name for path in DOCS.rglob("*.zh.md")} == {twin.name for twin in TWINS.values()}
 
 
