@@ -1,19 +1,28 @@
 """Fingerprints: what the ranks really get, by the contents of the samples."""
 
+import dataclasses
 import hashlib
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
 import paceline
 from paceline.data import DataLoader, DistributedSampler, fingerprint
-from paceline.data.fingerprint import compare, digest_of
+from paceline.data.digests import digest_of
+from paceline.data.fingerprint import compare
+from paceline.errors import DataError
 from support.datasets import Numbers
 from support.ranks import run_ranks
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    name: str
 
 
 class Stream(IterableDataset):
@@ -65,6 +74,54 @@ def test_looking_at_a_loader_alone_changes_nothing():
     assert fingerprint(DataLoader(Stream(), None)).num_samples == (7,)
 
 
+def test_generators_that_loaders_and_samplers_hold_are_left_alone():
+    held = torch.Generator().manual_seed(1)
+    loaders = [
+        TorchDataLoader(Numbers(6), 2, shuffle=True, generator=held),
+        DataLoader(Numbers(6), 2, sampler=DistributedSampler(RandomSampler(Numbers(6), generator=held))),
+    ]
+    before = held.get_state()
+    for loader in loaders:
+        assert fingerprint(loader).num_samples == (6,)
+        assert torch.equal(held.get_state(), before)
+
+
+def test_a_look_at_a_stream_leaves_a_pass_in_workers_and_the_datasets_place_alone():
+    class Placed(Stream):
+        place = 5
+
+        def state_dict(self):
+            return self.place
+
+        def load_state_dict(self, place):
+            self.place = place
+
+    loader = DataLoader(Placed(), 2, num_workers=1, persistent_workers=True)
+    running = iter(loader)
+    assert next(running)["y"] == ["0", "1"]
+    loader.dataset.place = 3
+    assert fingerprint(loader).num_samples == (7,)
+    assert loader.dataset.place == 3
+    assert [batch["y"] for batch in running] == [["2", "3"], ["4", "5"], ["6"]]
+
+
+def test_a_sample_that_cannot_be_loaded_is_told_on_all_ranks():
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            return 1 // index
+
+    def look(world):
+        with pytest.raises(DataError) as caught:
+            fingerprint(DataLoader(Broken(4), padding=False))
+        return str(caught.value)
+
+    assert (
+        run_ranks(2, look, timeout_s=60)
+        == ["rank 0 could not load its samples to look at them: ZeroDivisionError: integer division or modulo by zero"]
+        * 2
+    )
+
+
 def test_a_bare_sampler_is_looked_at_in_its_own_epoch():
     sampler = DistributedSampler(Numbers(6))
     list(sampler)
@@ -97,8 +154,16 @@ def test_ranks_that_list_a_dataset_in_different_orders_show():
         ([1, [2]], [[1], 2]),
         (None, 0),
         ({3}, {4}),
+        (Point(1, "a"), Point(1, "b")),
     ],
 )
 def test_digests_tell_contents_apart(value, other):
     assert digest_of(value) == digest_of(value) != digest_of(other)
     assert len(digest_of(value)) == 32
+
+
+def test_digests_do_not_depend_on_the_order_of_a_set_nor_on_what_is_one_object():
+    names = {f"name {number}" for number in range(50)}
+    assert digest_of(names) == digest_of(frozenset(sorted(names)))
+    twice = "".join(["a", "b"])
+    assert digest_of([Point(1, twice), Point(1, twice)]) == digest_of([Point(1, "ab"), Point(1, "".join(["a", "b"]))])

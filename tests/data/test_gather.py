@@ -121,6 +121,13 @@ def test_batches_of_unequal_size_are_joined_and_indices_may_come_in_batches_too(
     assert on_ranks(2, collect) == [[0, 10, 20, 40]] * 5
 
 
+def test_single_numbers_are_results_too():
+    def collect(rank):
+        return gather([torch.tensor(10.0 * index) for index in range(rank, 5, 2)], range(rank, 5, 2)).tolist()
+
+    assert on_ranks(2, collect) == [0.0, 10.0, 20.0, 30.0, 40.0]
+
+
 def test_a_repeated_sample_keeps_the_result_from_its_first_position_in_the_epoch():
     # Rank 0 had samples 0, 1, 2 and rank 1 had 2, 3, 0; by position: 0 2 1 3 2 0.
     def collect(rank):
@@ -319,6 +326,17 @@ def test_what_is_often_given_in_place_of_indices_or_results_is_told_what_to_give
         "rank 0: outputs has results for 2 samples, but there are 4 indices. Its items are of type list, it seems one "
         "a batch or one a result: pass a dict with a name for each result, whose values are tensors or lists of "
         "batches."
+    )
+
+
+def test_values_and_names_that_come_one_list_a_batch_are_told_how_to_be_joined():
+    assert refusal(gather, [torch.tensor(0.5), torch.tensor(0.25)], range(4)) == (
+        "rank 0: outputs has results for 2 samples, but there are 4 indices. Its tensors have no dimensions, as a "
+        "batch's mean has none: give one value a sample, from a whole pass."
+    )
+    assert refusal(gather, [["a", "b"], ["c", "d"]], range(4)) == (
+        "rank 0: outputs has results for 2 samples, but there are 4 indices. Its items are of type list, it seems one "
+        "a batch: join them, as in [result for batch in outputs for result in batch]."
     )
 
 

@@ -4,11 +4,12 @@ import copy
 import inspect
 import itertools
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
@@ -30,6 +31,14 @@ class TensorNoise(Numbers):
 
     def __getitem__(self, index):
         return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
+
+
+class NoiseByTheBatch(Numbers):
+    """The same, for whole lists of indices, which are never iterated over in Python."""
+
+    def __getitems__(self, indices):
+        count = len(np.asarray(indices))
+        return [torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]) for _ in range(count)]
 
 
 class Stream(IterableDataset):
@@ -74,6 +83,30 @@ def test_alone_and_unshuffled_it_gives_torchs_batches(batch_size, drop_last):
     for our_batch, torch_batch in zip(ours, torchs, strict=True):
         for our_part, torch_part in zip(our_batch, torch_batch, strict=True):
             torch.testing.assert_close(our_part, torch_part)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_tensors_are_read_a_batch_at_a_time_with_torchs_result(num_workers):
+    whole = TensorDataset(torch.randn(9, 2, 3), torch.arange(9), torch.rand(9) > 0.5, torch.zeros(9, 0))
+    for dataset in (whole, Subset(Subset(whole, [8, -2, 5, 0, 3]), range(4, 0, -1))):
+        ours = list(DataLoader(dataset, 3, num_workers=num_workers))
+        for our_batch, torch_batch in zip(ours, TorchDataLoader(dataset, 3), strict=True):
+            assert type(our_batch) is type(torch_batch)
+            for our_part, torch_part in zip(our_batch, torch_batch, strict=True):
+                torch.testing.assert_close(our_part, torch_part, rtol=0, atol=0)
+                assert our_part.is_contiguous()
+
+
+def test_what_a_user_has_made_of_tensors_is_read_sample_by_sample():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            return [2 * part for part in super().__getitem__(index)]
+
+    assert [x.tolist() for (x,) in DataLoader(Doubled(torch.arange(4)), 2)] == [[0, 2], [4, 6]]
+    assert list(DataLoader(TensorDataset(torch.arange(4)), 2, collate_fn=len)) == [2, 2]
+    loader = DataLoader(TensorDataset(torch.arange(4)), 2)
+    loader.collate_fn = len
+    assert list(loader) == [2, 2]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -204,19 +237,69 @@ def test_worker_seeds_differ_by_rank_and_epoch_and_repeat_with_the_run():
 
 
 @pytest.mark.slow
-def test_what_workers_draw_does_not_depend_on_how_many_there_are_nor_on_where_a_run_was_resumed():
+@pytest.mark.parametrize(("make", "batch_size"), [(TensorNoise, 2), (NoiseByTheBatch, 2), (TensorNoise, None)])
+def test_what_is_drawn_does_not_depend_on_how_many_workers_there_are_nor_on_where_a_run_was_resumed(make, batch_size):
     def loader(num_workers):
         torch.manual_seed(11)
-        return DataLoader(TensorNoise(16), 2, num_workers=num_workers, shuffle=True, num_replicas=2, rank=1)
+        return DataLoader(make(16), batch_size, num_workers=num_workers, shuffle=True, num_replicas=2, rank=1)
 
-    alone = loader(1)
-    epochs = [list(itertools.chain(*batches(alone))) for _ in range(2)]
-    two = loader(2)
-    assert [list(itertools.chain(*batches(two))) for _ in range(2)] == epochs
+    def draw(loader):
+        return [sample for batch in loader for sample in batch.reshape(-1, 3).tolist()]
+
+    alone = loader(0)
+    epochs = [draw(alone) for _ in range(2)]
     assert len({*map(tuple, itertools.chain(*epochs))}) == 16
-    resumed = loader(2)
-    resumed.load_state_dict({**two.state_dict(), "epoch": 1, "consumed": 8})
-    assert list(itertools.chain(*batches(resumed))) == epochs[1][4:]
+    for num_workers in (1, 2):
+        working = loader(num_workers)
+        assert [draw(working) for _ in range(2)] == epochs
+    for num_workers in (0, 2):
+        resumed = loader(num_workers)
+        resumed.load_state_dict({**working.state_dict(), "epoch": 1, "consumed": 8})
+        assert draw(resumed) == epochs[1][4:]
+
+
+def test_what_is_drawn_in_this_process_follows_rank_and_epoch_and_leaves_its_own_state_alone():
+    def draw(rank, generator=None):
+        torch.manual_seed(11)
+        loader = DataLoader(TensorNoise(4), 2, num_replicas=2, rank=rank, generator=generator)
+        return [str(batches(loader)) for _ in range(2)]
+
+    random.seed(2)
+    np.random.seed(2)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    first = draw(0)
+    torch.randn(3)
+    assert draw(0) == first
+    assert len({*first, *draw(1)}) == 4
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    # The recipe of torch's notes on randomness: the same generator on all ranks.
+    given = [draw(rank, torch.Generator().manual_seed(0)) for rank in range(2)]
+    assert len({*given[0], *given[1]}) == 4
+
+
+def test_a_thread_that_loads_ahead_leaves_the_main_threads_random_state_alone():
+    drawn = []
+
+    class DrawsBeside(Numbers):
+        def __getitem__(self, index):
+            if threading.current_thread() is threading.main_thread():
+                return index
+            begun.set()
+            assert done.wait(10)
+            return index
+
+    begun, done = threading.Event(), threading.Event()
+    loader = DataLoader(DrawsBeside(1))
+    torch.manual_seed(0)
+    thread = threading.Thread(target=lambda: list(loader))
+    thread.start()
+    assert begun.wait(10)
+    drawn.append(torch.rand(()).item())
+    done.set()
+    thread.join()
+    drawn.append(torch.rand(()).item())
+    torch.manual_seed(0)
+    assert drawn == [torch.rand(()).item() for _ in range(2)]
 
 
 def test_a_peek_does_not_shift_the_worker_seeds_of_the_pass_after_it():
@@ -311,6 +394,84 @@ def test_a_loader_and_its_copy_go_on_independently():
     seen = batches(loader)
     twin = copy.deepcopy(loader)
     assert batches(twin) == batches(loader) != seen
+
+
+class Failing(Numbers):
+    """Sample 5 can't be loaded."""
+
+    error = ValueError
+
+    def __getitem__(self, index):
+        if index == 5:
+            raise self.error("sample 5")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_that_failed_is_consumed_once_the_loop_goes_on_behind_it(num_workers):
+    running = iter(loader := DataLoader(Failing(12), 2, num_workers=num_workers))
+    assert [next(running).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="sample 5"):
+        next(running)
+    assert loader.state_dict()["consumed"] == 4  # saved now, a run would try again
+    assert next(running).tolist() == [6, 7]
+    assert loader.state_dict()["consumed"] == 8
+    list(running)
+
+
+def test_a_batch_that_did_not_come_in_time_is_not_consumed():
+    running = iter(loader := DataLoader(Waits(20), 2, num_workers=1, timeout=1))
+    assert next(running).tolist() == [0, 1]
+    with Waits.lock, pytest.raises(RuntimeError, match="timed out after 1"):
+        # One or two are ready; a third one is not.
+        list(running)
+    before = loader.state_dict()["consumed"]
+    assert next(running).tolist() == [before, before + 1]
+    assert loader.state_dict()["consumed"] == before + 2
+    list(running)
+
+
+class Waits(Numbers):
+    lock = torch.multiprocessing.get_context("fork").Lock()
+
+    def __getitem__(self, index):
+        with self.lock:
+            return index
+
+
+def test_a_samples_stop_iteration_does_not_end_an_epoch_before_its_time():
+    class Ending(Failing):
+        error = StopIteration
+
+    running = iter(DataLoader(Ending(8), 2))
+    assert [next(running).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    with pytest.raises(DataError) as caught:
+        next(running)
+    assert str(caught.value) == (
+        "the pass ended after 2 of 4 batches: the dataset or the collate function raised StopIteration, which would "
+        "end the epoch early on this rank alone. Let it raise something else."
+    )
+
+
+def test_a_loop_that_begins_a_pass_for_each_batch_is_told_so_once():
+    loader = DataLoader(Numbers(64), 4, shuffle=True)
+    looks = [next(iter(loader)).tolist() for _ in range(20)]
+    with pytest.warns(UserWarning, match=r"^20 passes in a row were given up after their first batch, and all had the"):
+        looks.append(next(iter(loader)).tolist())
+    looks.append(next(iter(loader)).tolist())
+    assert looks == looks[:1] * 22
+    for _ in range(30):
+        batches(DataLoader(Numbers(4), 4, shuffle=True))
+    single = DataLoader(Numbers(4), 4, shuffle=True)
+    for _ in range(30):
+        batches(single)
+
+
+def test_a_profiler_finds_torchs_notes():
+    loader = DataLoader(Numbers(4), 2)
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        batches(loader)
+    assert sum(event.name.startswith("enumerate(DataLoader)") for event in profile.function_events) == 3
 
 
 def test_what_loops_reach_for_on_torchs_iterator_is_there():

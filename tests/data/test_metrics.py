@@ -91,7 +91,13 @@ def test_scores_are_taken_for_their_largest_and_negative_targets_left_out():
         (lambda: ConfusionCounts(2).update(torch.tensor([2]), torch.tensor([0])),
          "a guess should be a class from 0 to 1, got 2 to 2"),
         (lambda: Accuracy().update(torch.zeros(3), torch.zeros(2)),
-         "guesses should have the targets' shape (2,), or one dimension of scores more, got (3,)"),
+         "guesses should have the targets' shape (2,), or one dimension of scores more at the end, got (3,)"),
+        (lambda: Accuracy().update(torch.tensor([[0.7], [-2.0]]), torch.tensor([1, 0])),
+         "guesses of shape (2, 1) hold the score of one class only, which would always be the largest. Give classes, "
+         "such as (scores > 0).squeeze(-1)."),
+        (lambda: ConfusionCounts(2).update(torch.tensor([0.7, 0.2]), torch.tensor([1, 0])),
+         "guesses of the targets' shape should be classes, got numbers that are not whole, it seems scores. Give "
+         "classes, such as (scores > 0), or the scores of all classes along one more dimension, at the end."),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(call, message):

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import IterableDataset, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
 
 from paceline.data import BatchSampler, DataLoader, DistributedSampler
 from paceline.data.shares import Portion, Shares, equal_shares
@@ -45,6 +52,11 @@ class Seekable(Counting):
 
     def load_state_dict(self, state):
         self.position = state["position"]
+
+
+class Sized(Counting):
+    def __len__(self):
+        return self.size
 
 
 def flat(batches):
@@ -349,6 +361,26 @@ def test_what_is_no_state_is_refused(state, got):
         DistributedSampler(Numbers(30)).load_state_dict(state)
     assert str(caught.value) == (
         f"a sampler's state should be what its state_dict() gave, with epoch and consumed; got {got}"
+    )
+
+
+def test_a_state_of_another_subset_or_of_a_sampler_of_other_batches_is_refused():
+    def refusal(saved, loaded):
+        with pytest.raises(DataError) as caught:
+            loaded.load_state_dict(saved.state_dict())
+        return str(caught.value)
+
+    splits = [random_split(Numbers(30), [20, 10], torch.Generator().manual_seed(seed))[0] for seed in (1, 1, 2)]
+    first, same, other = (DataLoader(split, 4) for split in splits)
+    same.load_state_dict(first.state_dict())
+    assert refusal(first, other).startswith("the state was saved with subset='")
+    four, five = (DistributedSampler(TorchBatchSampler(RandomSampler(Numbers(30)), size, False)) for size in (4, 5))
+    assert refusal(four, five).startswith(
+        "the state was saved with wraps='BatchSampler(4) of RandomSampler(30)', but this sampler has "
+        "wraps='BatchSampler(5) of RandomSampler(30)': "
+    )
+    assert refusal(DataLoader(Sized(8)), DataLoader(Sized(9))).startswith(
+        "the state was saved with length=8, but this loader has length=9: "
     )
 
 

@@ -244,6 +244,15 @@ def test_a_dataset_beyond_the_limit_is_refused():
         DistributedSampler(Numbers(2**40 + 1))
 
 
+def test_an_iterator_is_refused_since_it_has_no_second_epoch():
+    with pytest.raises(DataError) as caught:
+        DistributedSampler(iter([3, 1, 2]))
+    assert str(caught.value) == (
+        "a list_iterator gives what it has only once, and nothing in the second epoch. Give a sampler, which begins "
+        "anew each time, or a list's indices as SubsetRandomSampler(list)."
+    )
+
+
 def test_a_dataset_that_changed_its_length_is_refused():
     dataset = Numbers(10)
     sampler = DistributedSampler(dataset, 2, 1)

@@ -1,6 +1,8 @@
 """Iterable datasets: each sample on one rank and in one worker, in an order that neither changes."""
 
+import copy
 import itertools
+import pickle
 import random
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline.data import DataLoader
+from paceline.errors import DataError
+from support.ranks import run_ranks
 
 
 class Shuffled(IterableDataset):
@@ -39,6 +43,13 @@ class SharesOutByWorker(IterableDataset):
         info = get_worker_info()
         start, step = (0, 1) if info is None else (info.id, info.num_workers)
         yield from range(start, 12, step)
+
+
+class Noise:
+    """A collate function that draws."""
+
+    def __call__(self, samples):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()])
 
 
 def batches(*args, **kwargs):
@@ -100,6 +111,53 @@ def test_weights_and_global_batches_divide_streams_too():
     loader = DataLoader(SharesOutByWorker(), 3, num_replicas=2, rank=1)
     loader.set_weights([1, 2])
     assert [batch.tolist() for batch in loader] == [[2, 3, 4, 5], [8, 9, 10, 11]]
+
+
+def drawn(rank, num_workers=0, **arguments):
+    torch.manual_seed(3)
+    loader = DataLoader(
+        Shuffled(8), 2, num_replicas=2, rank=rank, collate_fn=Noise(), num_workers=num_workers, **arguments
+    )
+    return [[batch.tolist() for batch in loader] for _ in range(2)]
+
+
+def test_what_is_drawn_when_batches_are_collated_differs_by_rank_and_epoch_and_comes_again():
+    assert drawn(0) == drawn(0)
+    given = [drawn(rank, generator=torch.Generator().manual_seed(0)) for rank in range(2)]
+    for first, second in ((drawn(0), drawn(1)), given):
+        assert len({*map(tuple, itertools.chain(*first, *second))}) == 8
+
+
+@pytest.mark.slow
+def test_what_is_drawn_when_batches_are_collated_does_not_depend_on_the_number_of_workers():
+    assert drawn(1, 1) == drawn(1, 2, persistent_workers=True) == drawn(1)
+
+
+def test_a_loader_made_before_the_process_group_refuses_to_give_every_rank_everything():
+    early = DataLoader(SharesOutByWorker())
+
+    def load(world):
+        with pytest.raises(
+            DataError, match=r"^this loader was made before torch\.distributed was initialised and took"
+        ):
+            iter(early)
+
+    run_ranks(2, load, timeout_s=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+def test_workers_of_a_copied_loader_that_live_on_are_told_of_the_next_epoch(copied):
+    loader = copied(DataLoader(Shuffled(4), 4, num_workers=1, persistent_workers=True))
+    assert [sorted(batch.tolist()) for _ in range(2) for batch in loader] == [[0, 1, 2, 3], [100, 101, 102, 103]]
+
+
+def test_passes_that_overlap_keep_to_their_own_epochs():
+    loader = DataLoader(Shuffled(6), 2)
+    first, expected = iter(loader), batches(Shuffled(6), 2)
+    epochs = [[batch.tolist() for batch in loader] for _ in range(2)]
+    assert epochs[0] == expected != epochs[1]
+    assert [batch.tolist() for batch in first] == expected
 
 
 @pytest.mark.slow

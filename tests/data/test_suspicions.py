@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, Subset, random_split
 from torch.utils.data.distributed import DistributedSampler as TorchDistributedSampler
 
-from paceline.data import DataLoader, DistributedSampler
+from paceline.data import DataLoader, DistributedSampler, suspicions
 from support.datasets import Numbers
 from support.ranks import run_ranks
 
@@ -72,6 +72,108 @@ def test_nothing_is_said_where_all_is_well_nor_where_a_rank_has_loaders_of_its_o
         return heard(world, make)
 
     assert run_ranks(3, load, timeout_s=60) == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (lambda rank: {"seed": rank}, "seed=0, but on rank 1 it has seed=1"),
+        (lambda rank: {"batch_size": 2 + rank}, "global_batch_size=4, but on rank 1 it has global_batch_size=6"),
+        (lambda rank: {"global_batch_size": 6, "weights": [[1, 2], [2, 1]][rank]},
+         "weights=[1.0, 2.0], but on rank 1 it has weights=[2.0, 1.0]"),
+        (lambda rank: {"padding": rank == 0}, "padding=True, but on rank 1 it has padding=False"),
+    ],
+)  # fmt: skip
+def test_ranks_that_deal_by_different_arguments_are_told_so_once(arguments, named):
+    def load(world):
+        return heard(world, lambda rank: DataLoader(Numbers(24), **arguments(rank)))
+
+    assert run_ranks(2, load, timeout_s=60)[0] == [
+        f"rank 0: this loader has {named}. Ranks that do not deal alike give some samples twice and others never: make "
+        "loaders with the same arguments on all ranks, and load the same state."
+    ]
+
+
+def test_a_state_that_one_rank_alone_has_loaded_is_told_once():
+    def load(world):
+        def make(rank):
+            loader = DataLoader(Numbers(24), 2, shuffle=True)
+            if rank == 0:
+                loader.load_state_dict({**loader.state_dict(), "epoch": 3, "consumed": 8})
+            return loader
+
+        return heard(world, make, 3)
+
+    first, second = run_ranks(2, load, timeout_s=60)
+    assert ["epoch=3, but on rank 1 it has epoch=0" in said for said in first] == [True]
+    assert ["epoch=0, but on rank 0 it has epoch=3" in said for said in second] == [True]
+
+
+def test_streams_that_begin_differently_on_each_rank_are_said_once():
+    class HidesThatItShards(IterableDataset):
+        def __init__(self, rank):
+            self.rank = rank
+
+        def __iter__(self):
+            yield from range(self.rank, 24, 2)
+
+    def load(world):
+        return heard(world, lambda rank: DataLoader(HidesThatItShards(rank), 2, num_workers=rank))
+
+    for rank, said in enumerate(run_ranks(2, load, timeout_s=60)):
+        assert said == [
+            f"rank {rank}: the stream that this loader shards began with another sample on rank {1 - rank}. Either it "
+            "shares itself out, and most samples come on no rank: then give sharded=True. Or it shuffles by a "
+            "generator of its own: seed that alike, or draw from torch's, numpy's or Python's global one."
+        ]
+
+
+@pytest.mark.slow
+def test_workers_that_read_a_stream_from_different_samples_on_are_said_once():
+    class SharesOut(IterableDataset):
+        start = 0
+
+        def __iter__(self):
+            yield from range(self.start, 24, 2)
+
+    class Init:
+        def __call__(self, worker_id):
+            torch.utils.data.get_worker_info().dataset.start = worker_id
+
+    loader = DataLoader(SharesOut(), 2, num_workers=2, worker_init_fn=Init())
+    with pytest.warns(UserWarning, match=r"^two workers read a SharesOut from different samples on: if it is shared"):
+        list(loader)
+    list(loader)
+
+
+def test_what_cannot_be_digested_and_a_store_that_has_gone_do_not_stop_a_pass(monkeypatch):
+    class Gone:
+        def __getattr__(self, name):
+            raise dist.DistNetworkError("gone")
+
+    def load(world):
+        unsharded = DataLoader([lambda: 0] * 8, 2, sharded=True, collate_fn=list)
+        assert len([*unsharded, *unsharded]) == 8
+        monkeypatch.setattr(suspicions, "_store", Gone)
+        loader = DataLoader(Numbers(8), 2)
+        return len([*loader, *loader])
+
+    assert run_ranks(2, load, timeout_s=60) == [4, 4]
+
+
+def test_loaders_that_one_function_makes_are_told_apart_by_who_calls_it():
+    def make(size):
+        return DataLoader(Numbers(size), 2)
+
+    def load(world):
+        def train_loader(rank):
+            if rank == 0:
+                list(make(3))
+            return make(40)
+
+        return heard(world, train_loader)
+
+    assert run_ranks(2, load, timeout_s=60) == [[], []]
 
 
 def test_a_stream_that_asks_for_its_rank_is_said_to_be_shared_out_twice():

@@ -39,6 +39,21 @@ class Told(SequentialSampler):
         return iter([self.epoch * 10 + index for index in range(4)])
 
 
+class OfNoClass:
+    """A batch sampler as some libraries have them: no class of torch's, and for each epoch another length."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 4 + 3 * self.epoch
+
+    def __iter__(self):
+        return iter([[number, number + 1] for number in range(0, 2 * len(self), 2)])
+
+
 def on_ranks(make, num_replicas, **arguments):
     return [list(DistributedSampler(make(), num_replicas, rank, **arguments)) for rank in range(num_replicas)]
 
@@ -56,6 +71,7 @@ def interleaved(ranks):
         lambda: WeightedRandomSampler([1.0] * 9 + [50.0], 21),
         lambda: BatchSampler(RandomSampler(Numbers(21)), 4, False),
         ByLength,
+        OfNoClass,
     ],
 )
 def test_ranks_together_get_what_one_gets_alone(make):
@@ -104,6 +120,19 @@ def test_the_epoch_advances_by_itself_and_reaches_samplers_that_want_to_be_told(
     assert [list(sampler) for _ in range(2)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
     sampler.set_epoch(5)
     assert list(sampler) == [50, 51, 52, 53]
+
+
+def test_a_sampler_may_have_another_length_in_each_epoch():
+    loader = DataLoader(Numbers(99), batch_sampler=DistributedSampler(OfNoClass(), 2, 0))
+    epochs = []
+    for _ in range(2):
+        running = iter(loader)
+        epochs.append([batch.tolist() for batch in running])
+        assert len(loader) == len(running) == len(epochs[-1])
+    assert epochs == [[[0, 1], [4, 5]], [[0, 1], [4, 5], [8, 9], [12, 13]]]
+    running = iter(loader)
+    assert [next(running).tolist() for _ in range(5)][-1] == [16, 17]
+    assert loader.state_dict()["consumed"] == 10
 
 
 def test_a_pass_over_a_sampler_counts_beyond_its_half():

@@ -11,13 +11,14 @@ from torch.utils.data import BatchSampler
 from paceline.data.batches import BatchSampler as OwnBatchSampler
 from paceline.data.sampler import DistributedSampler
 from paceline.data.stream import ShardedStream
+from paceline.data.wrapping import chain_of
 
 Source: TypeAlias = DistributedSampler | ShardedStream
 
 
 def source_of(sampler: Any, batch_sampler: Any) -> Source | None:
     """Our sampler, wherever it is. torch fills ``sampler`` with one that it doesn't use beside a batch sampler."""
-    drawn = (sampler,) if batch_sampler is None else (batch_sampler, getattr(batch_sampler, "sampler", None))
+    drawn = chain_of(sampler if batch_sampler is None else batch_sampler)
     return next((part for part in drawn if isinstance(part, DistributedSampler)), None)
 
 
@@ -32,11 +33,12 @@ def samples_a_step(source: Source | None, batches: Any) -> int | None:
         return None
     own = source.shares.sizes[source.rank]
     if batches is None or batches is source:
-        return source.shares.total // own
-    if type(batches) not in (BatchSampler, OwnBatchSampler):
+        return source.shares.total if own == 1 else None
+    is_known = type(batches) in (BatchSampler, OwnBatchSampler) and batches.sampler is source
+    if isinstance(source, DistributedSampler) and not is_known:
         return None
-    batch_size: int = batches.batch_size
-    return batch_size * source.shares.total // own
+    rounds, rest = divmod(batches.batch_size, own)
+    return None if rest else rounds * source.shares.total
 
 
 def num_batches(source: Source, batches: Any, *, start: int, rank: int) -> int:

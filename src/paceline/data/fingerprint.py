@@ -4,25 +4,23 @@ The invariant: looking changes nothing, neither the epoch, nor the place in it, 
 """
 
 import contextlib
-import copy
 import hashlib
-import pickle
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-import torch.utils.data
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.utils.data import IterableDataset
 
+from paceline.data.digests import digest_of
 from paceline.data.exchange import ranks_of
 from paceline.data.sampler import DistributedSampler
 from paceline.data.seeds import kept_randomness
+from paceline.data.stream import ShardedStream
 from paceline.data.wrapping import chain_of, length_of
+from paceline.errors import DataError
 
 _NUM_NAMED = 5
 
@@ -79,21 +77,31 @@ def fingerprint(loader: Any, *, group: dist.ProcessGroup | None = None) -> Finge
     """Compare what the ranks get from a loader in the epoch in use. A collective call.
 
     Samples of a map-style dataset are loaded one by one, in this process, as ``dataset[index]``: random augmentations
-    make their contents differ. Those of an iterable dataset come out of the loader's batches, cut along dimension 0.
+    make their contents differ. So are those of an iterable dataset that the loader shards. Those of another one come
+    out of the loader's batches, cut along dimension 0.
 
     Args:
         loader: torch's or ours; any sampler.
         group: the ranks that are compared; by default all.
     Returns:
         The same on all ranks.
+    Raises:
+        DataError: on all ranks alike: a rank's samples could not be loaded or taken apart.
     """
     ranks = ranks_of(group)
     length = None if isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset)
-    with kept_randomness():
-        indices = None if length is None else _indices(loader)
-        samples = _samples(loader) if indices is None else (loader.dataset[index] for index in indices)
-        digests = [digest_of(sample) for sample in samples]
-    found = ranks.all((indices, b"".join(digests)))
+    indices, digests, problem = None, [], None
+    try:
+        with kept_randomness(), _kept_generators(loader):
+            indices = None if length is None else _indices(loader)
+            samples = _samples(loader) if indices is None else (loader.dataset[index] for index in indices)
+            digests = [digest_of(sample) for sample in samples]
+    except Exception as error:  # whatever the dataset raises; the other ranks are not to wait for this one
+        problem = error
+    found = ranks.all((indices, b"".join(digests), None if problem is None else f"{type(problem).__name__}: {problem}"))
+    for rank, part in zip(ranks.names, found, strict=True):
+        if part[2] is not None:
+            raise DataError(f"rank {rank} could not load its samples to look at them: {part[2]}") from problem
     return compare([part[0] for part in found], [_cut(part[1]) for part in found], length)
 
 
@@ -131,37 +139,6 @@ def compare(indices: Sequence[list[Any] | None], digests: Sequence[list[bytes]],
     )
 
 
-def digest_of(sample: Any) -> bytes:
-    """The sha256 of what a sample holds, whatever it is made of: the same wherever the contents are."""
-    hasher = hashlib.sha256()
-    for part in _encoded(sample):
-        hasher.update(part)
-    return hasher.digest()
-
-
-def _encoded(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield f"tensor {plain.dtype} {tuple(plain.shape)} ".encode()
-        yield plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield f"array {value.dtype.str} {value.shape} ".encode()
-        yield value.tobytes()
-    elif isinstance(value, Mapping):
-        yield f"map {len(value)} ".encode()
-        for key, part in value.items():
-            yield from _encoded(key)
-            yield from _encoded(part)
-    elif isinstance(value, (list, tuple)):
-        yield f"sequence {len(value)} ".encode()
-        for part in value:
-            yield from _encoded(part)
-    elif isinstance(value, (bytes, str, int, float, complex, type(None))):
-        yield f"{type(value).__name__} {value!r} ".encode()
-    else:
-        yield pickle.dumps(value)
-
-
 def _indices(loader: Any) -> list[Any]:
     """What the loader would load in the epoch in use, in order."""
     drawn = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
@@ -173,17 +150,30 @@ def _indices(loader: Any) -> list[Any]:
     return [index for item in items for index in (item if isinstance(item, (list, tuple)) else [item])]
 
 
+@contextlib.contextmanager
+def _kept_generators(loader: Any) -> Iterator[None]:
+    """Put back the generators that the loader and its samplers hold."""
+    drawn = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    held = {id(link): link.generator for link in (loader, *chain_of(drawn)) if hasattr(link, "generator")}
+    states = [(generator, generator.get_state()) for generator in held.values() if isinstance(generator, Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def _samples(loader: Any) -> Iterator[Any]:
-    """The samples in the loader's batches, from where the epoch in use begins."""
+    """The samples of the epoch in use, where they have no indices."""
     source = getattr(loader, "source", None)
-    progress = None if source is None else copy.copy(source.progress)
+    if isinstance(source, ShardedStream):
+        yield from source.look()
+        return
     for batch in loader:
         if loader.batch_sampler is None:
             yield batch
         else:
             yield from _rows(batch)
-    if source is not None:
-        source.progress = progress
 
 
 def _rows(batch: Any) -> Iterator[Any]:

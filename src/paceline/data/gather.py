@@ -30,8 +30,9 @@ def gather(outputs: Any, indices: Any, *, group: dist.ProcessGroup | None = None
 
     Args:
         outputs: this rank's n results: a tensor (n, ...); a list or tuple of tensors, batches to be joined along
-            dimension 0; a list or tuple of n other objects, which can be pickled; or a dict with str keys or a
-            namedtuple of any of these. An empty list will do on a rank without samples. Gradients are not followed.
+            dimension 0, or n tensors without dimensions; a list or tuple of n other objects, which can be pickled; or a
+            dict with str keys or a namedtuple of any of these. An empty list will do on a rank without samples.
+            Gradients are not followed.
         indices: the loader or ``DistributedSampler`` that gave the samples, before its next pass begins; or the
             samples' dataset indices in the order of ``outputs``, as n integers in a tensor, array or sequence, or as
             a list of tensors, one a batch.

@@ -7,31 +7,30 @@ in every epoch, without a call to ``set_epoch``.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import torch.utils.data
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, IterDataPipe, Sampler
+import torch.distributed as dist
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe, Sampler
 
 from paceline.data.batches import dealt_shares
-from paceline.data.counting import Source, num_batches, samples_a_step, source_of
-from paceline.data.order import UNKNOWN
-from paceline.data.passes import Batches, SeededBatches
+from paceline.data.counted import CountedLoader, T_co
+from paceline.data.counting import num_batches, source_of
+from paceline.data.passes import Batches, SeededItems
 from paceline.data.permutation import mix
 from paceline.data.progress import Pass
-from paceline.data.sampler import DistributedSampler, current_rank, place
-from paceline.data.shares import equal_shares, shares_of
-from paceline.data.stream import CollateStamped, InitWorker, ShardedStream
-from paceline.data.suspicions import Watch, warn_of_sharding_twice
+from paceline.data.ranks import Place, current_rank, find_place
+from paceline.data.rows import Rows, as_it_is, rows_of
+from paceline.data.sampler import DistributedSampler
+from paceline.data.shares import equal_shares
+from paceline.data.stamps import CollateStamped, InitWorker
+from paceline.data.stream import ShardedStream
+from paceline.data.suspicions import Watch, warn_of_looks, warn_of_sharding_twice
 from paceline.data.wrapping import is_sharded
 from paceline.errors import DataError
 
-T_co = TypeVar("T_co", covariant=True)
 
-
-class DataLoader(torch.utils.data.DataLoader[T_co]):
+class DataLoader(CountedLoader[T_co]):
     """torch's DataLoader, whose batches are this rank's share.
 
     All of torch's arguments keep their meaning; ``batch_size`` is per rank. A map-style dataset that comes with
@@ -48,11 +47,12 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
     before it has given a second batch or run to its end. So ``next(iter(loader))`` on one rank leaves that rank in
     step: the pass after it uses the same epoch. ``state_dict`` tells what the loop has taken, not what workers hold.
 
-    Each rank's workers have seeds of their own, so that random augmentations differ between ranks and epochs even where
-    all ranks called ``torch.manual_seed`` alike; they follow from ``torch.initial_seed()`` when the loader is made,
-    ``seed``, the rank and the epoch. Workers are seeded anew for each batch of a map-style dataset, by its place in the
-    epoch: it matters not how many there are. The global random state is neither used nor changed. With
-    ``num_workers=0`` augmentations run in this process, from its own random state.
+    Each batch is made from a random state of its own, so that random augmentations differ between ranks, epochs and
+    batches, and come again with the run, however many workers there are, none included. It follows from
+    ``torch.initial_seed()`` when the loader is made, or the ``generator`` that is given; and from ``seed``, the rank,
+    the epoch and the batch's place in it. That holds for what draws from the CPU's global generators of torch, numpy
+    and Python, whose states in this process are neither used nor changed. A loader that keeps no count leaves random
+    states to torch.
 
     Args:
         num_replicas: as for ``DistributedSampler``; only for the sampler made here, as are ``rank`` and ``padding``.
@@ -113,14 +113,21 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
                 global_batch_size=None if makes_sampler else global_batch_size,
                 padding=None if padding or makes_sampler else padding,
             )
-        if sharded:
-            num_replicas, rank = 1, 0
-        num_ranks, own_rank = place(num_replicas, rank) if is_stream or makes_sampler else (1, current_rank())
-        shares = dealt_shares(batch_size, global_batch_size, weights, num_ranks)
+        deals = (is_stream or makes_sampler) and not sharded
+        place = find_place(num_replicas, rank) if deals else Place(0, 1)
+        shares = dealt_shares(batch_size, global_batch_size, weights, place.num_replicas)
         if shares is not None:
-            batch_size = shares.sizes[own_rank]
+            batch_size = shares.sizes[place.rank]
         if makes_sampler:
-            sampler = DistributedSampler(dataset, num_replicas, rank, bool(shuffle), seed, drop_last, padding=padding)
+            sampler = DistributedSampler(
+                dataset,
+                num_replicas if deals else 1,
+                rank if deals else 0,
+                bool(shuffle),
+                seed,
+                drop_last,
+                padding=padding,
+            )
             shuffle = None
             if shares is not None:
                 sampler.deal(shares)
@@ -143,51 +150,61 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             pin_memory_device=pin_memory_device,
             in_order=in_order,
         )
-        self.source: Source | None = source_of(self.sampler, batch_sampler)
+        self.source = source_of(self.sampler, batch_sampler)
+        key_rank = place.rank if deals else current_rank() if sharded or self.source is None else self.source.rank
+        self._key = mix(torch.initial_seed() if generator is None else generator.initial_seed(), seed, key_rank)
+        self._has_own_generator = generator is None
+        if self._has_own_generator:
+            self.generator.manual_seed(self._key)
         if is_stream:
             self.source = ShardedStream(
                 cast(IterableDataset[T_co], dataset),
-                equal_shares(num_ranks) if shares is None else shares,
-                own_rank,
+                equal_shares(place.num_replicas) if shares is None else shares,
+                place,
                 tail="drop" if drop_last else "pad" if padding else "keep",
                 batch_size=1 if batch_size is None else batch_size,
                 seed=seed,
+                key=self._key,
             )
-        if is_stream and num_ranks > 1:
-            warn_of_sharding_twice(dataset, worker_init_fn)
+            if place.num_replicas > 1:
+                warn_of_sharding_twice(dataset, worker_init_fn)
         is_foreign = self.source is None and is_sharded(self.sampler if batch_sampler is None else batch_sampler)
         self._watch = None if is_foreign else Watch(dataset, is_sharded=self.source is not None and not sharded)
-        seeding_rank = current_rank() if self.source is None or sharded else self.source.rank
-        self._worker_key = mix(torch.initial_seed(), seed, seeding_rank)
-        self._seeds_workers = generator is None
-        if self._seeds_workers:
-            self.generator.manual_seed(self._worker_key)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterator class
         """Begin a pass over this rank's batches: from where a loaded state stood, if the epoch is still that one.
 
         Raises:
-            DataError: as iterating over the ``DistributedSampler`` does.
+            DataError: as iterating over the ``DistributedSampler`` does; and, at its end, if a sample's StopIteration
+                has ended a pass before its time.
         """
-        if self.source is None:
-            return Batches(super().__iter__(), Pass(0, 0, 0), self._watch)
-        step = self._samples_a_step()
-        current = self.source.begin_pass(counts_samples=step is not None)
-        if self._seeds_workers:
+        source, step = self.source, self._samples_a_step()
+        if source is None:
+            return Batches(super().__iter__(), None, self._watch)
+        if isinstance(source, ShardedStream):
+            lives_on = self.persistent_workers and self._iterator is not None
+            current = source.begin_pass(in_running_workers=lives_on)
+        else:
+            current = source.begin_pass(counts_samples=step is not None)
+            if source.shuffle:
+                warn_of_looks(source.progress.num_looks)
+        key = mix(self._key, current.epoch)
+        if self._has_own_generator:
             # By epoch, and not one draw after another: a look at the data on one rank shifts nothing.
-            self.generator.manual_seed(mix(self._worker_key, current.epoch))
-        known = self.source.length
-        # Torch counts the batches of a whole epoch; what remains of one is counted here.
-        is_whole = current.start == 0 and isinstance(self.source, DistributedSampler)
+            self.generator.manual_seed(key)
+        if self._watch is not None:
+            self._watch.begin(self._dealt(current))
+        num_left = None
+        if step is not None and source.length is not None:
+            num_left = num_batches(source, self.batch_sampler, start=current.start, rank=source.rank)
         return Batches(
             super().__iter__(),
             current,
             self._watch,
-            samples_a_step=0 if step is None else step,
-            length=UNKNOWN if known is None or isinstance(self.source, ShardedStream) else max(known, current.start),
-            num_batches=None
-            if is_whole or step is None or known is None
-            else num_batches(self.source, self.batch_sampler, start=current.start, rank=self.source.rank),
+            samples_a_step=step or 0,
+            num_batches=num_left,
+            length=source.exact_length,
+            key=key if self.num_workers == 0 and step is not None and self._rows() is None else None,
         )
 
     def __len__(self) -> int:
@@ -218,140 +235,40 @@ class DataLoader(torch.utils.data.DataLoader[T_co]):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the training loop is: the epoch, and how many samples of it all ranks together have consumed.
-
-        Consumed are the batches that this loader has given, not those that workers have ready. The ranks are taken to
-        keep pace, so any rank's state is good for all. The own state of an iterable dataset that has one is part of it.
-
-        Raises:
-            DataError: the loader keeps no count, since it draws from something else than a ``DistributedSampler``, or
-                in batches of another maker; or workers may give them out of order.
-        """
-        return self._counting_source().state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken, with exactly the samples not yet consumed.
-
-        The number of ranks, of workers and the batch sizes may be others than when it was saved.
-
-        Args:
-            state: from ``state_dict`` of a loader of the same dataset, seed and shuffle; the same on all ranks.
-        Raises:
-            DataError: it is not; or as ``state_dict``.
-        """
-        source = self._counting_source()
-        source.load_state_dict(state)
-        if isinstance(source, ShardedStream):
-            self._iterator = None  # workers that live on know the dataset as it was
-
-    def set_weights(self, weights: Sequence[float]) -> None:
-        """Divide global batches by other weights, from the next pass on; their size stays.
-
-        Args:
-            weights: one a rank; the same on all ranks.
-        Raises:
-            DataError: as ``state_dict``; or there are no batches to divide, or a share is empty.
-        """
-        source = self._counting_source()
-        if self.batch_size is None:
-            raise DataError(
-                "set_weights divides global batches, and this loader makes none of its own. Give it a batch size "
-                "instead of a batch sampler or of batch_size=None, or give the weights to a paceline BatchSampler."
-            )
-        total = self._samples_a_step()
-        assert total is not None
-        shares = shares_of(total, source.num_replicas, weights)
-        source.deal(shares)
-        batches: Any = self.batch_sampler
-        # Past the guard of torch's class, which is there for loaders that have made something of the size already.
-        batches.batch_size = vars(self)["batch_size"] = shares.sizes[source.rank]
-        if isinstance(source, ShardedStream):
-            self._iterator = None
-
-    def num_batches_of_ranks(self) -> tuple[int, ...]:
-        """How many batches each rank has in a whole epoch, by rank: known before any is loaded.
-
-        Where they differ (``padding=False``), train under ``model.join()``; ``drop_last=True`` makes them equal.
-
-        Raises:
-            DataError: as ``state_dict``; or the epoch's length is not known.
-        """
-        source = self._counting_source()
-        if source.length is None:
-            raise DataError(
-                f"a {type(self.dataset).__name__} does not tell its length, so the batches can't be counted"
-            )
-        ranks = range(source.num_replicas)
-        return tuple(num_batches(source, self.batch_sampler, start=0, rank=rank) for rank in ranks)
-
-    def indices(self) -> npt.NDArray[np.int64]:
-        """The dataset indices of the samples in this rank's batches, in order, in the epoch in use.
-
-        Returns:
-            shape (n,), without what a last partial batch would hold where it is dropped, nor what an earlier run had
-            consumed.
-        Raises:
-            DataError: the batches are drawn by something else than a paceline ``DistributedSampler``, alone or in
-                torch's own ``BatchSampler``; or workers may give them out of order.
-        """
-        if not isinstance(self.source, DistributedSampler) or self._samples_a_step() is None:
-            raise DataError(
-                f"only a loader on a paceline DistributedSampler can tell its indices; this one draws from "
-                f"{self._drawn_from()}. Let the dataset return each sample's index and pass those."
-            )
-        if self.num_workers > 0 and not self.in_order:
-            raise DataError(
-                "a loader with in_order=False gives batches in whatever order its workers finish, so its indices are "
-                "not known. Use in_order=True, or let the dataset return each sample's index and pass those."
-            )
-        indices = self.source.indices()
-        batches = self.batch_sampler
-        if isinstance(batches, BatchSampler) and batches.drop_last:
-            return indices[: len(indices) // batches.batch_size * batches.batch_size]
-        return indices
-
     @property
     def _index_sampler(self) -> Any:
-        """What torch's iterators draw from: the batches, each with the seed of the worker that will make it."""
-        batches = super()._index_sampler
+        """What torch's iterators draw from: batches or indices, each with the seed of the worker that will load it."""
+        items = super()._index_sampler
         step = self._samples_a_step()
-        if self.num_workers == 0 or step is None or not self._auto_collation or not self._seeds_workers:
-            return batches
-        if not isinstance(self.source, DistributedSampler):
-            return batches
-        return SeededBatches(batches, self._worker_key, self.source.progress, step)
+        if self.num_workers == 0 or step is None or not isinstance(self.source, DistributedSampler):
+            return items
+        return SeededItems(items, self._key, self.source.progress, step)
 
     def _get_iterator(self) -> Any:
-        if not isinstance(self.source, ShardedStream):
+        if isinstance(self.source, ShardedStream):
+            loaded: Any = self.source
+            collate_fn: Any = CollateStamped(self.collate_fn, is_batched=self._auto_collation)
+        elif (rows := self._rows()) is not None:
+            loaded, collate_fn = rows, as_it_is
+        else:
             return super()._get_iterator()
         # torch's iterators take everything from the loader that they are given; the user's keeps its dataset.
         twin = copy.copy(self)
-        vars(twin).update(
-            dataset=self.source,
-            collate_fn=CollateStamped(self.collate_fn, is_batched=self._auto_collation),
-            worker_init_fn=InitWorker(self.worker_init_fn),
-        )
+        vars(twin).update(dataset=loaded, collate_fn=collate_fn, worker_init_fn=InitWorker(self.worker_init_fn))
         return super(DataLoader, twin)._get_iterator()
 
-    def _samples_a_step(self) -> int | None:
-        return samples_a_step(self.source, self.batch_sampler)
+    def _rows(self) -> Rows | None:
+        return rows_of(self.dataset, self.collate_fn) if self._auto_collation else None
 
-    def _counting_source(self) -> Source:
-        if self.source is None or self._samples_a_step() is None:
-            raise DataError(
-                f"this loader keeps no count of samples, since it draws from {self._drawn_from()}. Wrap that in a "
-                "paceline DistributedSampler, or let the loader make its own."
-            )
-        if self.num_workers > 0 and not self.in_order:
-            raise DataError(
-                "a loader with in_order=False gives batches in whatever order its workers finish, so what has been "
-                "consumed is not known. Use in_order=True."
-            )
-        return self.source
-
-    def _drawn_from(self) -> str:
-        return type(self.sampler if self.source is None else self.batch_sampler).__name__
+    def _dealt(self, current: Pass) -> dict[str, Any] | None:
+        """What decides which samples a rank gets, to be compared between ranks; None unless all of the world share."""
+        source = self.source
+        if source is None or not dist.is_initialized() or source.num_replicas != dist.get_world_size():
+            return None
+        order = {"seed": source.seed, "epoch": current.epoch, "consumed": current.start}
+        if isinstance(source, DistributedSampler):
+            order |= {"shuffle": bool(source.shuffle), "padding": source.padding, "drop_last": source.drop_last}
+        return order | {"global_batch_size": self._samples_a_step(), "weights": list(source.shares.weights)}
 
 
 def _is_stream(dataset: Any) -> bool:

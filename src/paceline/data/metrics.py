@@ -138,11 +138,21 @@ class Accuracy:
 
 def _as_guesses(guesses: Tensor, targets: Tensor) -> Tensor:
     if guesses.dim() == targets.dim() + 1:
+        if guesses.shape[-1] < 2:
+            raise DataError(
+                f"guesses of shape {tuple(guesses.shape)} hold the score of one class only, which would always be the "
+                "largest. Give classes, such as (scores > 0).squeeze(-1)."
+            )
         guesses = guesses.argmax(-1)
+    elif guesses.is_floating_point() and not torch.equal(guesses, guesses.round()):
+        raise DataError(
+            "guesses of the targets' shape should be classes, got numbers that are not whole, it seems scores. Give "
+            "classes, such as (scores > 0), or the scores of all classes along one more dimension, at the end."
+        )
     if guesses.shape != targets.shape:
         raise DataError(
-            f"guesses should have the targets' shape {tuple(targets.shape)}, or one dimension of scores more, got "
-            f"{tuple(guesses.shape)}"
+            f"guesses should have the targets' shape {tuple(targets.shape)}, or one dimension of scores more at the "
+            f"end, got {tuple(guesses.shape)}"
         )
     return guesses
 

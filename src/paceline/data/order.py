@@ -4,7 +4,8 @@ The invariant: an order depends on the epoch and the seed, never on the rank. Ea
 """
 
 import itertools
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,13 +19,13 @@ from paceline.data.shares import Portion
 UNKNOWN = 2**62
 
 # Chunks are small at first, so that the first index is there at once, then large, so that each is cheap.
-_FIRST_CHUNK, _LAST_CHUNK, _CHUNK_GROWTH = 1024, 16384, 4
+_FIRST_CHUNK, _LAST_CHUNK, _CHUNK_GROWTH = 1024, 65536, 4
 
 
 class Order(Protocol):
     """One epoch's order."""
 
-    def chunks(self, portion: Portion) -> Iterator[list[Any]]:
+    def chunks(self, portion: Portion) -> Iterator[Sequence[Any]]:
         """The portion's samples, in order, in pieces; none crosses the middle of the portion."""
 
 
@@ -34,11 +35,12 @@ class Computed:
     def __init__(self, length: int, *, shuffle: bool, seed: int, epoch: int) -> None:
         self._permutation = Permutation(length, seed=seed, epoch=epoch) if shuffle and length else None
 
-    def chunks(self, portion: Portion) -> Iterator[list[int]]:
+    def chunks(self, portion: Portion) -> Iterator[Sequence[int]]:
         half, size, first = portion.num_samples // 2, _FIRST_CHUNK, 0
         while first < portion.num_samples:
             last = min(first + size, half if first < half else portion.num_samples)
-            yield self.indices(portion, first, last).tolist()
+            # An array makes its integers as they are asked for, in memory that is still warm; a list makes all at once.
+            yield array("q", self.indices(portion, first, last).tobytes())
             first, size = last, min(size * _CHUNK_GROWTH, _LAST_CHUNK)
 
     def indices(self, portion: Portion, first: int, last: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -59,7 +61,7 @@ class Drawn:
         self._generators = [(generator, mix(initial, seed, epoch)) for generator, initial in generators]
         self.randomness = OwnRandomness(mix(seed, epoch, 1))
 
-    def chunks(self, portion: Portion) -> Iterator[list[Any]]:
+    def chunks(self, portion: Portion) -> Iterator[Sequence[Any]]:
         half = portion.num_samples // 2
         parts, size, given = self.rounds(portion), _FIRST_CHUNK, 0
         while True:

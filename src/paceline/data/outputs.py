@@ -5,7 +5,7 @@ The invariant: ``agree`` is a pure function of what all ranks sent, so it return
 
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,6 +15,11 @@ from paceline.errors import DataError
 
 Path: TypeAlias = tuple[str, ...]
 Leaves: TypeAlias = "dict[Path, Tensor | list[Any]]"
+
+
+_ADVICE_FOR_SINGLES = (
+    "Its tensors have no dimensions, as a batch's mean has none: give one value a sample, from a whole pass."
+)
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,9 @@ def describe(outputs: Any, path: Path = ()) -> tuple[Shape, Leaves]:
     """Take one rank's results apart.
 
     Args:
-        outputs: a tensor (n, ...); a list or tuple of tensors, batches to be joined along dimension 0; a list or tuple
-            of n other objects; or a dict with str keys or a namedtuple of any of these.
+        outputs: a tensor (n, ...); a list or tuple of tensors, batches to be joined along dimension 0, or n tensors
+            without dimensions; a list or tuple of n other objects; or a dict with str keys or a namedtuple of any of
+            these.
         path: the keys that lead here.
     Returns:
         The structure, and its tensors and lists by path: tensors detached, of shape (num_rows, *row_shape).
@@ -70,6 +76,9 @@ def describe(outputs: Any, path: Path = ()) -> tuple[Shape, Leaves]:
     if not outputs:
         return Shape("empty"), {path: []}
     num_tensors = sum(isinstance(item, Tensor) for item in outputs)
+    if num_tensors == len(outputs) and all(item.dim() == 0 for item in outputs):
+        shape, leaves = _describe_batches([item.reshape(1) for item in outputs], path)
+        return replace(shape, advice=_ADVICE_FOR_SINGLES), leaves
     if num_tensors == len(outputs):
         return _describe_batches(outputs, path)
     if num_tensors:
@@ -149,6 +158,11 @@ def _advice_for(objects: Sequence[Any]) -> str:
     if isinstance(item, Mapping):
         keys = ", ".join(f"{key!r}: [batch[{key!r}] for batch in outputs]" for key in list(item)[:2])
         return f"Its items are dicts, it seems one a batch: pass one dict of lists of batches, {{{keys}}}."
+    if isinstance(item, (list, tuple)) and not any(isinstance(part, (Tensor, list, tuple, Mapping)) for part in item):
+        return (
+            f"Its items are of type {type(item).__name__}, it seems one a batch: join them, as in [result for batch in "
+            "outputs for result in batch]."
+        )
     if isinstance(item, (list, tuple)):
         return (
             f"Its items are of type {type(item).__name__}, it seems one a batch or one a result: pass a dict with a "

@@ -6,12 +6,14 @@ and nothing about it depends on how many ranks there are or in which pieces it i
 [Note: how many rounds]
 A round multiplies by a random odd number, adds a random one, and folds the upper half of the bits onto the lower: each
 step can be undone on k bits, and costs little, since numpy computes 32-bit words eight at a time. Positions that differ
-in the top bit alone are the hardest to part. Their joint image was compared with the uniform one (chi-square over 4e5
-keys): each further round shrinks the excess by about the square root of the domain, and it was last seen after 6 rounds
-on 8 bits, 7 on 6 bits, 10 on 4 bits. A network on 13 bits or more, with ``ROUNDS`` of 6, has a margin of about two.
-Small sizes sort random keys instead, which is uniform by construction.
+in the top bit alone are the hardest to part. Over 1e6 keys their joint image was compared with the uniform one (by
+chi-square): each further round shrinks the excess by about the square root of the domain, and on 13 bits or more it was
+last seen after 4 rounds. Within one key, the differences of the images of all pairs of equal distance were compared: on
+13 to 18 bits some keys still showed an excess after 5 rounds, none after 6, nor any on up to 24 bits.
+Small sizes are shuffled as a whole instead, by Fisher and Yates.
 """
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ _MASK = 2**64 - 1
 _GAMMA = 0x9E3779B97F4A7C15
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 # Evaluated in blocks whose two arrays stay in a core's own cache.
-_BLOCK = 16384
+_BLOCK = 32768
 
 
 def mix(*words: int) -> int:
@@ -65,10 +67,7 @@ class Permutation:
         key = mix(seed, epoch)
         self._table: npt.NDArray[np.int64] | None = None  # (size,)
         if size <= TABLE_LIMIT:
-            # Each position in its random key's low bits: to sort keys takes a tenth of sorting what they point to.
-            low = np.uint64(TABLE_LIMIT - 1)
-            keys = (_key_stream(key, size) & ~low) | np.arange(size, dtype=np.uint64)
-            self._table = (np.sort(keys) & low).astype(np.int64)
+            self._table = _shuffled(size, key >> 32)
             return
         bits = max((size - 1).bit_length(), 2)
         self._word = np.uint32 if bits <= 32 else np.uint64
@@ -109,6 +108,21 @@ class Permutation:
             np.bitwise_and(words, self._mask, out=words)
             np.right_shift(words, self._fold, out=scratch)
             np.bitwise_xor(words, scratch, out=words)
+
+
+class _Shuffler(threading.local):
+    """The one generator of NumPy's that will never draw otherwise; one for each thread, since it is seeded anew."""
+
+    def __init__(self) -> None:
+        self.random = np.random.RandomState(np.random.MT19937(0))
+
+
+_shuffler = _Shuffler()
+
+
+def _shuffled(size: int, seed: int) -> npt.NDArray[np.int64]:
+    _shuffler.random.seed(seed)
+    return _shuffler.random.permutation(size).astype(np.int64, copy=False)
 
 
 def _key_stream(key: int, count: int) -> npt.NDArray[np.uint64]:

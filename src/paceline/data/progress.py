@@ -18,7 +18,7 @@ what scripts for torch's sampler call.
 """
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +42,13 @@ class Pass:
     is_ended: bool = False
     _portion: Portion | None = None
     _chunk: Iterator[Any] | None = None
+    _num_before: int = 0
     _num_begun: int = 0
 
-    def follow(self, chunk: list[Any], portion: Portion) -> Iterator[Any]:
+    def follow(self, chunk: Sequence[Any], portion: Portion) -> Iterator[Any]:
         """Iterate over a chunk of this rank's samples, which begins where the one before it ended."""
         self._portion = portion
-        self._num_begun += len(chunk)
+        self._num_before, self._num_begun = self._num_begun, self._num_begun + len(chunk)
         self._chunk = iter(chunk)
         return self._chunk
 
@@ -55,21 +56,31 @@ class Pass:
         """The number of samples of this epoch that all ranks together have taken, if they keep pace."""
         if self._portion is None or self._chunk is None:
             return self.consumed
-        return self._portion.consumed_after(self._num_begun - operator.length_hint(self._chunk))
+        # Iterators over lists and arrays tell how far they are to pickle, as long as they are not through.
+        told: Any = self._chunk.__reduce__()
+        is_through = len(told) < 3
+        return self._portion.consumed_after(self._num_begun if is_through else self._num_before + told[2])
 
 
 @dataclass
 class Progress:
-    """The epoch in use, where its passes begin, and the latest pass."""
+    """The epoch in use, where its passes begin, and the latest pass.
+
+    ``num_looks`` is how many passes before it, one after another, gave something and did not count.
+    """
 
     epoch: int = 0
     start: int = 0
     snapshot: Any = None
+    num_looks: int = 0
     _latest: Pass | None = field(default=None)
 
     def begin(self) -> Pass:
         """Begin a pass: of the next epoch, if the latest one counted."""
-        if self._latest is not None and self._latest.is_counted:
+        latest = self._latest
+        was_look = latest is not None and not latest.is_counted and latest.consumed > latest.start
+        self.num_looks = self.num_looks + 1 if was_look else 0
+        if latest is not None and latest.is_counted:
             self.move(self.epoch + 1, 0)
         self._latest = Pass(self.epoch, self.start, self.start, self.snapshot)
         return self._latest

@@ -5,23 +5,24 @@ positions r, r + N, r + 2N, ... So a step sees the same global batch on one rank
 """
 
 import contextlib
+import dataclasses
 import itertools
-import operator
 import warnings
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
 import torch.utils.data.distributed
 from torch.utils.data import Dataset, Sampler
 
+from paceline.data.digests import digest_of_subset
 from paceline.data.order import UNKNOWN, Computed, Drawn
 from paceline.data.permutation import SIZE_LIMIT
 from paceline.data.progress import Pass, Progress, check_state
+from paceline.data.ranks import find_place
 from paceline.data.shares import Portion, Shares, Tail, equal_shares
-from paceline.data.wrapping import generators_of, is_sharded, length_of, set_epoch_of
+from paceline.data.wrapping import generators_of, is_sampler, is_sharded, length_of, set_epoch_of, words_of
 from paceline.errors import DataError
 
 
@@ -33,7 +34,8 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
 
     In place of the dataset it takes any other sampler, weighted, of a subset, sorted by length, or a batch sampler, and
     gives this rank's share of what that one draws, whatever that is: whole batches, from a batch sampler. All ranks
-    draw alike, from a random state that follows from ``seed`` and the epoch. ``shuffle`` has no effect then.
+    draw alike, from a random state that follows from ``seed`` and the epoch. ``shuffle`` has no effect then. A sampler
+    is what can be iterated over but not indexed, or a ``torch.utils.data.Sampler``.
 
     The first pass is epoch 0, or the epoch last given to ``set_epoch``. Each later pass takes the next epoch if the
     pass before it counted, and the same epoch again if not. A pass counts once it has given more than half of the
@@ -41,7 +43,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
     first half on purpose, or the ranks make different numbers of passes, call ``set_epoch`` before each.
 
     Args:
-        dataset: anything with a length, which must not change afterwards; or a ``torch.utils.data.Sampler``.
+        dataset: anything with a length, which must not change afterwards; or a sampler.
         num_replicas: how many ranks share the dataset; by default those of torch.distributed's default group, or
             one where no group is initialised.
         rank: this one among them; by default this process's rank in that group.
@@ -52,14 +54,16 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
             comes exactly once, ranks may differ by one sample, and some may have none: right for evaluation.
     Attributes:
         epoch: the epoch in use: that of the latest pass, or what ``set_epoch`` gave since.
+        wrapped: the sampler that was given; None where it was a dataset.
     Raises:
         DataError: ``rank`` or ``num_replicas`` is out of range, or only ``num_replicas`` was given and the rank can't
-            be told from it; ``padding=False`` came with ``drop_last=True``; the dataset is larger than 2**40.
+            be told from it; ``padding=False`` came with ``drop_last=True``; the dataset is larger than 2**40, or an
+            iterator.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any] | Sampler[Any],
+        dataset: Dataset[Any] | Sampler[Any] | Iterable[Any],
         num_replicas: int | None = None,
         rank: int | None = None,
         shuffle: bool = True,
@@ -68,19 +72,18 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         *,
         padding: bool = True,
     ) -> None:
-        # A group that is initialised later would show that this process was not alone after all.
-        self._assumed_alone = (num_replicas is None or rank is None) and _default_group() is None
-        num_replicas, rank = place(num_replicas, rank)
+        self._place = find_place(num_replicas, rank)
+        num_replicas, rank = self._place.num_replicas, self._place.rank
         if drop_last and not padding:
             raise DataError(
                 "padding=False keeps every sample and drop_last=True drops the tail: the two contradict each other. "
                 "Give padding=False alone to see each sample once, or drop_last=True alone for ranks of equal length."
             )
-        self._wrapped = dataset if isinstance(dataset, Sampler) else None
-        self._length = len(cast(Sized, dataset)) if self._wrapped is None else length_of(dataset)
+        self.wrapped: Any = dataset if is_sampler(dataset) else None
+        self._length = len(cast(Sized, dataset)) if self.wrapped is None else length_of(dataset)
         if self._length is not None and self._length > SIZE_LIMIT:
             raise DataError(f"the dataset has {self._length} samples; a sampler can order at most {SIZE_LIMIT} (2**40)")
-        if self._wrapped is not None and num_replicas > 1 and is_sharded(dataset):
+        if self.wrapped is not None and num_replicas > 1 and is_sharded(dataset):
             warnings.warn(
                 f"rank {rank}: the {type(dataset).__name__} given to DistributedSampler gives this rank's share "
                 "already. Sharded twice, most samples come on no rank. Leave one of the two out.",
@@ -97,13 +100,18 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.progress = Progress()
         self._paced_by_loader = False
         self._drawn_by: Pass | None = None
-        self._generators = generators_of(dataset) if self._wrapped is not None else []
+        self._generators = generators_of(dataset) if self.wrapped is not None else []
         self.deal(equal_shares(num_replicas))
 
     @property
     def length(self) -> int | None:
         """Samples in an epoch, as the ranks share them; None where only its end will tell."""
         return self._length
+
+    @property
+    def exact_length(self) -> int | None:
+        """The same, but None also where a wrapped sampler tells it, which may be a guess."""
+        return self._length if self.wrapped is None else None
 
     @property
     def epoch(self) -> int:
@@ -125,9 +133,9 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
             portion = self._portion(self.progress.start)
             chunks: Iterator[Any] = self._order().chunks(portion)
             if self._drawn_by is not None:
-                chunks = map(self._drawn_by.follow, chunks, itertools.repeat(portion))
+                chunks = map(self._drawn_by.follow, chunks, itertools.repeat(self._as_counted(portion)))
             return itertools.chain.from_iterable(chunks)
-        current = self.progress.begin()
+        current = self._begin()
         order, portion = self._order(), self._portion(current.start)
         return itertools.chain.from_iterable(self._followed(order, portion, current))
 
@@ -181,8 +189,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         assert len(shares.weights) == self.num_replicas
         self.shares = shares
         self.drop_last = self.drop_last if drop_last is None else drop_last
-        epoch = self._portion(0)
-        self.num_samples, self.total_size = epoch.num_samples, epoch.num_dealt
+        self._measure()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -206,7 +213,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         """
         self._check_unchanged()
         self._paced_by_loader = True
-        current = self.progress.begin()
+        current = self._begin()
         self._drawn_by = None if counts_samples else current
         return current
 
@@ -231,85 +238,57 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
 
     def _followed(self, order: Computed | Drawn, portion: Portion, current: Pass) -> Iterator[Iterator[Any]]:
         """The pass in chunks; it counts when one beyond half of it is asked for."""
-        half, given = portion.num_samples // 2, 0
+        half, given, counted = portion.num_samples // 2, 0, self._as_counted(portion)
         for chunk in order.chunks(portion):
             current.is_counted = given >= half
             given += len(chunk)
-            yield current.follow(chunk, portion)
+            yield current.follow(chunk, counted)
         current.is_counted = current.is_ended = True
+
+    def _begin(self) -> Pass:
+        current = self.progress.begin()
+        if self.wrapped is not None:
+            # Batch samplers may have another number of batches in each epoch.
+            set_epoch_of(self.wrapped, current.epoch)
+            self._length = length_of(self.wrapped)
+            self._measure()
+        return current
+
+    def _measure(self) -> None:
+        epoch = self._portion(0)
+        self.num_samples, self.total_size = epoch.num_samples, epoch.num_dealt
 
     def _order(self) -> Computed | Drawn:
         epoch = self.progress.epoch
-        if self._wrapped is None:
+        if self.wrapped is None:
             assert self._length is not None
             return Computed(self._length, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
-        set_epoch_of(self._wrapped, epoch)
-        return Drawn(self._wrapped, self._generators, seed=self.seed, epoch=epoch)
+        set_epoch_of(self.wrapped, epoch)
+        return Drawn(self.wrapped, self._generators, seed=self.seed, epoch=epoch)
 
     def _portion(self, start: int) -> Portion:
         return self.portion_of(self.rank, start)
 
+    def _as_counted(self, portion: Portion) -> Portion:
+        """The portion by which consumed samples are counted: the length that a wrapped sampler tells may be a guess."""
+        return portion if self.wrapped is None else dataclasses.replace(portion, length=UNKNOWN)
+
     def _order_in_words(self) -> dict[str, Any]:
         """What another sampler must have in common for its order to be the same."""
-        if self._wrapped is not None:
-            return {"wraps": type(self._wrapped).__name__, "seed": self.seed}
-        return {"length": self._length, "seed": self.seed, "shuffle": bool(self.shuffle)}
+        if self.wrapped is not None:
+            return {"wraps": words_of(self.wrapped), "seed": self.seed}
+        subset = digest_of_subset(self.dataset)
+        chosen = {} if subset is None else {"subset": subset.hex()[:16]}
+        return {"length": self._length, "seed": self.seed, "shuffle": bool(self.shuffle), **chosen}
 
     def _check_unchanged(self) -> None:
-        length = self._length if self._wrapped is not None else len(cast(Sized, self.dataset))
+        length = self._length if self.wrapped is not None else len(cast(Sized, self.dataset))
         if length != self._length:
             raise DataError(
                 f"rank {self.rank}: the dataset had {self._length} samples when its sampler was made and now has "
                 f"{length}. Make a new sampler after changing a dataset."
             )
-        group = _default_group()
-        if self._assumed_alone and group is not None and group[0] > 1:
-            raise DataError(
-                f"this sampler was made before torch.distributed was initialised and took its process for the only "
-                f"one, but the process is rank {group[1]} of {group[0]}: every rank would see the whole dataset. "
-                "Make samplers and loaders after the process group, or give num_replicas and rank."
-            )
-
-
-def current_rank() -> int:
-    """This process's rank in torch.distributed's default group; 0 where none is initialised."""
-    group = _default_group()
-    return 0 if group is None else group[1]
-
-
-def _default_group() -> tuple[int, int] | None:
-    """World size and rank in the default group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return None
-
-
-def place(num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """The number of ranks and this one's: what was not given comes from the default group.
-
-    Raises:
-        DataError: they do not fit together.
-    """
-    world_size, world_rank = _default_group() or (1, 0)
-    replicas = world_size if num_replicas is None else _as_integer("num_replicas", num_replicas)
-    if replicas < 1:
-        raise DataError(f"num_replicas should be 1 or more, got {replicas}")
-    if rank is None and replicas != world_size:
-        raise DataError(
-            f"num_replicas={replicas} came without a rank, and the rank can't be told from a world of {world_size}. "
-            "Give both, or neither."
-        )
-    place = world_rank if rank is None else _as_integer("rank", rank)
-    if not 0 <= place < replicas:
-        raise DataError(f"rank should be from 0 to {replicas - 1}, since num_replicas is {replicas}; got {place}")
-    return replicas, place
-
-
-def _as_integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise DataError(f"{name} should be an integer, got {value!r} of type {type(value).__name__}") from None
+        self._place.check("sampler")
 
 
 def _as_list(item: Any) -> list[Any]:

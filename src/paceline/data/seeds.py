@@ -6,12 +6,22 @@ samples, are seeded anew for each batch.
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
+
+from paceline.data.states import States, put_states, take_states
+
+_GAMMA = 0x9E3779B97F4A7C15
+
+
+def seed_at(key: int, position: int) -> int:
+    """A seed for each place in an epoch, from the epoch's key: a counter of 64 bits, as splitmix64 has."""
+    return (key + position * _GAMMA) & 0xFFFFFFFFFFFFFFFF
 
 
 def seed_process(seed: int) -> None:
@@ -26,64 +36,78 @@ def seed_process(seed: int) -> None:
 
 
 class OwnRandomness:
-    """Within ``with``, a random state of its own that goes on from one ``with`` to the next.
-
-    Only the CPU's: samplers and datasets draw there.
-    """
+    """Within ``with``, a random state of its own that goes on from one ``with`` to the next."""
 
     def __init__(self, seed: int) -> None:
-        self._seed: int | None = seed
-        self._own: Any = None
-        self._outer: Any = None
+        self._seed = seed
+        self._own: States | None = None
+        self._outer: States | None = None
 
     def __enter__(self) -> None:
-        self._outer = _state()
-        if self._seed is not None:
+        self._outer = take_states()
+        if self._own is None:
             seed_process(self._seed)
-            self._seed = None
         else:
-            _set_state(self._own)
+            put_states(self._own)
 
     def __exit__(self, *_: object) -> None:
-        self._own = _state()
-        _set_state(self._outer)
+        assert self._outer is not None
+        self._own = take_states()
+        put_states(self._outer)
 
 
-def _state() -> Any:
-    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+class Seeded:
+    """Within ``with``, a random state that follows from a seed; afterwards it is as before.
 
+    In the main thread only: the states are the process's, and a thread that loads ahead must not turn back what the
+    main one has drawn meanwhile. It loads from the process's own state, as torch does.
+    """
 
-def _set_state(state: Any) -> None:
-    torch.default_generator.set_state(state[0])
-    np.random.set_state(state[1])
-    random.setstate(state[2])
+    __slots__ = ("_outer", "_seed")
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._outer: States | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._outer = take_states()
+            seed_process(self._seed)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            put_states(self._outer)
 
 
 @contextlib.contextmanager
 def kept_randomness() -> Iterator[None]:
     """Put the process's random state back as it was."""
-    state = _state()
+    states = take_states()
+    put_states(states)
     try:
         yield
     finally:
-        _set_state(state)
+        put_states(states)
 
 
-class SeededBatch(list[Any]):
-    """A batch's indices. The worker that begins to fetch them is seeded, so it matters not which worker does.
+class ForWorker:
+    """What a worker is to load, on its way there. It arrives as it was, and the worker is seeded for it.
 
-    A list, since that is what datasets are promised; torch's fetcher and ``__getitems__`` of torch's datasets iterate
-    over it. In the process that trains nothing is seeded.
+    So it matters not which worker loads it, nor how many there are.
     """
 
-    def __init__(self, indices: Any, seed: int) -> None:
-        super().__init__(indices)
-        self.seed = seed
+    __slots__ = ("_item", "_key", "_position")
 
-    def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:
-            seed_process(self.seed)
-        return super().__iter__()
+    def __init__(self, item: Any, key: int, position: int) -> None:
+        self._item = item
+        self._key = key
+        self._position = position
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeededBatch, (self[:], self.seed)
+        return _arrive, (self._item, self._key, self._position)
+
+
+def _arrive(item: Any, key: int, position: int) -> Any:
+    if get_worker_info() is not None:
+        seed_process(seed_at(key, position))
+    return item

@@ -5,9 +5,10 @@ next begins. So what the ranks have taken together is always the start of the ep
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal, TypeAlias
 
@@ -73,6 +74,14 @@ class Shares:
         """How many positions of a full round each rank has."""
         return apportion(self.total, self.weights)
 
+    def full_span(self, rank: int) -> tuple[int, int]:
+        """Where a rank's positions lie in a full round: the first one, and how many."""
+        return self._spans[rank]
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, int]]:
+        return [*zip(itertools.accumulate(self.sizes, initial=0), self.sizes, strict=False)]
+
     def span(self, rank: int, size: int) -> tuple[int, int]:
         """Where a rank's positions lie in a round of ``size``: the first one, and how many."""
         sizes = apportion(size, self.weights)
@@ -110,22 +119,22 @@ class Portion:
     length: int
     tail: Tail
 
-    @cached_property
-    def _full(self) -> tuple[int, int]:
-        """Where the rank's positions lie in a full round: the first one, and how many."""
-        return self.shares.span(self.rank, self.shares.total)
+    # Where the rank's positions lie in a full round, and in a last one that is dealt as it is: the first, and how many.
+    _full: tuple[int, int] = field(init=False, repr=False)
+    _last: tuple[int, int] = field(init=False, repr=False)
+    _num_full: int = field(init=False, repr=False)
+    _rest: int = field(init=False, repr=False)
 
-    @cached_property
-    def _num_full(self) -> int:
+    def __post_init__(self) -> None:
+        # At once and past the guard of a frozen class: cached properties take locks, which take longer.
         rounds, rest = divmod(max(self.length - self.start, 0), self.shares.total)
-        return rounds + (rest > 0 and self.tail == "pad")
-
-    @cached_property
-    def _last(self) -> tuple[int, int]:
-        """The same for what is left after the full rounds."""
-        if self.tail != "keep":
-            return 0, 0
-        return self.shares.span(self.rank, max(self.length - self.start, 0) % self.shares.total)
+        dealt = rest if self.tail == "keep" else 0
+        vars(self).update(
+            _full=self.shares.full_span(self.rank),
+            _last=self.shares.span(self.rank, dealt) if dealt else (0, 0),
+            _num_full=rounds + (rest > 0 and self.tail == "pad"),
+            _rest=dealt,
+        )
 
     @property
     def num_samples(self) -> int:
@@ -135,16 +144,16 @@ class Portion:
     @property
     def num_dealt(self) -> int:
         """How many positions all ranks take together, repetitions included."""
-        rest = max(self.length - self.start, 0) % self.shares.total if self.tail == "keep" else 0
-        return self._num_full * self.shares.total + rest
+        return self._num_full * self.shares.total + self._rest
 
     def positions(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The rank's positions number ``first`` to ``last``, exclusive, each in ``range(length)``; in order."""
         offset, width = self._full
-        numbers = np.arange(first, last, dtype=np.int64)
         if width == 1:
-            positions = numbers * self.shares.total + (self.start + offset)
+            step = self.shares.total
+            positions = np.arange(self.start + offset + first * step, self.start + offset + last * step, step)
         else:
+            numbers = np.arange(first, last, dtype=np.int64)
             positions = numbers // width * self.shares.total + (numbers % width + (self.start + offset))
         if last > self._num_full * width:
             positions[max(self._num_full * width - first, 0) :] += self._last[0] - offset

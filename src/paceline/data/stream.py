@@ -7,35 +7,26 @@ together have consumed exactly the first part of the stream.
 [Note: everybody reads everything]
 A stream can't be entered in the middle, so every worker of every rank reads all of it and gives what is its own. In
 return the position in the stream is one number for all, and so is the dataset's own state at that position. What costs
-much for each sample, decoding say, belongs into ``collate_fn`` or a map over the loader, behind the sharding.
+much for each sample, decoding say, belongs into ``collate_fn``, behind the sharding.
 """
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from paceline.data.order import UNKNOWN, Drawn
 from paceline.data.permutation import mix
 from paceline.data.progress import Pass, Progress, check_state
+from paceline.data.ranks import Place
+from paceline.data.seeds import seed_at
 from paceline.data.shares import Portion, Shares, Tail
+from paceline.data.stamps import Opened, Stamped
 from paceline.data.wrapping import length_of
-
-
-class Stamped:
-    """A sample, or the batch that it completes, with the dataset's state after all samples of that global batch."""
-
-    def __init__(self, value: Any, state: Any) -> None:
-        self.value = value
-        self.state = state
-
-    def pin_memory(self) -> "Stamped":
-        return Stamped(pin_memory(self.value), self.state)  # type: ignore[no-untyped-call]
 
 
 class ShardedStream(IterableDataset[Any]):
@@ -47,38 +38,62 @@ class ShardedStream(IterableDataset[Any]):
             before each pass; if it has ``state_dict`` and ``load_state_dict``, they serve to resume.
         shares, rank, tail: which part of each round is this rank's.
         batch_size: samples in this rank's batches, a multiple of its part of a round.
+        seed: of what the dataset draws; alike on all ranks.
+        key: of what is drawn when batches are collated; one for each rank.
     """
 
     def __init__(
-        self, dataset: IterableDataset[Any], shares: Shares, rank: int, *, tail: Tail, batch_size: int, seed: int
+        self,
+        dataset: IterableDataset[Any],
+        shares: Shares,
+        place: Place,
+        *,
+        tail: Tail,
+        batch_size: int,
+        seed: int,
+        key: int,
     ) -> None:
         self.dataset = dataset
-        self.rank = rank
-        self.num_replicas = len(shares.weights)
+        self.rank = place.rank
+        self.num_replicas = place.num_replicas
+        self.seed = seed
+        self.key = key
         self.progress = Progress()
+        self._placed = place
         self._tail: Tail = tail
-        self._seed = seed
-        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        self._initial: Any = copy.deepcopy(dataset.state_dict()) if has_state else None  # type: ignore[attr-defined]
-        # Epoch and start, in memory that workers who live on from one epoch to the next share with the loader.
-        self._place = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
-        self.deal(shares, batch_size // shares.sizes[rank])
+        self._has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        self._initial: Any = copy.deepcopy(self._state()) if self._has_state else None
+        self._here = torch.zeros(2, dtype=torch.int64)
+        self.deal(shares, batch_size // shares.sizes[self.rank])
 
     @property
     def length(self) -> int | None:
         """Samples in an epoch, as the dataset tells it; None where it doesn't."""
         return length_of(self.dataset)
 
+    exact_length = None
+
     def deal(self, shares: Shares, rounds_a_batch: int = 1) -> None:
         """Take another share of every round. Workers must be started after."""
         self.shares = shares
         self._rounds_a_batch = rounds_a_batch
 
-    def begin_pass(self, *, counts_samples: bool = True) -> Pass:
-        """Begin a pass; iterations, in whichever process, are of its epoch then, from where it begins."""
+    def begin_pass(self, *, counts_samples: bool = True, in_running_workers: bool = False) -> Pass:
+        """Begin a pass; iterations, in whichever process, are of its epoch then, from where it begins.
+
+        Args:
+            in_running_workers: workers that have made an earlier pass make this one too.
+        Raises:
+            DataError: this process was taken for the only one, and it is not.
+        """
         assert counts_samples
+        self._placed.check("loader")
         current = self.progress.begin()
-        self._place[0], self._place[1] = current.epoch, current.start
+        if not in_running_workers:
+            # Memory of its own for each pass, since an earlier one's workers may not have looked yet; shared, since
+            # these may live on for later passes.
+            self._here = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._here[0], self._here[1] = current.epoch, current.start
         return current
 
     def portion_of(self, rank: int, start: int = 0) -> Portion:
@@ -101,47 +116,60 @@ class ShardedStream(IterableDataset[Any]):
         self.progress.move(epoch, consumed, state.get("dataset"))
 
     def _order_in_words(self) -> dict[str, Any]:
-        return {"stream": type(self.dataset).__name__, "seed": self._seed}
+        return {"stream": type(self.dataset).__name__, "length": self.length, "seed": self.seed}
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        for number, block in enumerate(self._blocks(worker, num_workers)):
-            if number % num_workers == worker:
-                yield from block
+        # Looked up now, and not when the first sample is asked for: by then another pass may have begun.
+        epoch, start = self._here.tolist()
+        return itertools.chain.from_iterable(self._blocks(epoch, start, worker, num_workers))
 
-    def _blocks(self, worker: int, num_workers: int) -> Iterator[list[Any]]:
-        """This rank's batches, as lists of samples; the last one of a worker's own carries the dataset's state."""
-        epoch, start = self._place.tolist()
-        skipped, snapshot = start, self.progress.snapshot
-        if snapshot is not None and start > 0:
-            skipped = 0
-        order = Drawn(self.dataset, [], seed=mix(self._seed, start - skipped), epoch=epoch)
-        portion = Portion(self.shares, self.rank, skipped, UNKNOWN, self._tail)
+    def look(self) -> Iterator[Any]:
+        """This rank's samples of the epoch in use, read here and now; the dataset is left in the state it was in."""
+        before = copy.deepcopy(self._state()) if self._has_state else None
+        for block in self._blocks(self.progress.epoch, self.progress.start, 0, 1):
+            *others, last = block
+            yield from (*others, last.value)
+        if before is not None:
+            self.dataset.load_state_dict(before)  # type: ignore[attr-defined]
+
+    def _state(self) -> Any:
+        return self.dataset.state_dict()  # type: ignore[attr-defined]
+
+    def _blocks(self, epoch: int, start: int, worker: int, num_workers: int) -> Iterator[list[Any]]:
+        """A worker's batches, as lists of samples, of which the last is stamped. It reads those of the others too."""
+        has_snapshot = self.progress.snapshot is not None and start > 0
+        skipped = 0 if has_snapshot else start
+        opened = Opened(self.dataset)
+        order = Drawn(opened, [], seed=mix(self.seed, start - skipped), epoch=epoch)
         with order.randomness:
-            if self._initial is not None:
-                # A pass that was given up may have left the dataset anywhere.
-                self.dataset.load_state_dict(copy.deepcopy(self._initial))  # type: ignore[attr-defined]
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
-            if skipped < start:
-                self.dataset.load_state_dict(copy.deepcopy(snapshot))  # type: ignore[attr-defined]
-        rounds = order.rounds(portion)
+            self._enter(epoch, self.progress.snapshot if has_snapshot else None)
+        rounds = order.rounds(Portion(self.shares, self.rank, skipped, UNKNOWN, self._tail))
+        key = mix(self.key, epoch)
         for number in itertools.count():
-            block: list[Any] = []
             with order.randomness, _as_if_alone():
-                num_read = 0
-                for part in rounds:
-                    block += part
-                    num_read += 1
-                    if num_read == self._rounds_a_batch:
-                        break
+                parts = list(itertools.islice(rounds, self._rounds_a_batch))
+                block = [sample for part in parts for sample in part]
                 is_own = number % num_workers == worker
-                if block and is_own and self._initial is not None and num_read == self._rounds_a_batch:
-                    block[-1] = Stamped(block[-1], copy.deepcopy(self.dataset.state_dict()))  # type: ignore[attr-defined]
+                is_full = len(parts) == self._rounds_a_batch
+                state = copy.deepcopy(self._state()) if is_own and is_full and self._has_state else None
             if not block:
                 return
-            yield block
+            if is_own:
+                seed = seed_at(key, start + number * self._rounds_a_batch * self.shares.total)
+                block[-1] = Stamped(block[-1], seed, state, opened.take_digest())
+                yield block
+
+    def _enter(self, epoch: int, snapshot: Any) -> None:
+        """Bring the dataset to the start of an epoch, or to a place in it."""
+        if self._initial is not None:
+            # A pass that was given up may have left the dataset anywhere.
+            self.dataset.load_state_dict(copy.deepcopy(self._initial))  # type: ignore[attr-defined]
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if snapshot is not None:
+            self.dataset.load_state_dict(copy.deepcopy(snapshot))  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -153,33 +181,3 @@ def _as_if_alone() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = info
-
-
-class CollateStamped:
-    """A collate function behind which a stamp moves from the last sample to the batch."""
-
-    def __init__(self, collate_fn: Callable[[Any], Any], *, is_batched: bool) -> None:
-        self._collate_fn = collate_fn
-        self._is_batched = is_batched
-
-    def __call__(self, data: Any) -> Any:
-        last = data[-1] if self._is_batched else data
-        if not isinstance(last, Stamped):
-            return self._collate_fn(data)
-        plain = [*data[:-1], last.value] if self._is_batched else last.value
-        return Stamped(self._collate_fn(plain), last.state)
-
-
-class InitWorker:
-    """What a worker runs first: ``get_worker_info().dataset`` is to be the user's dataset, as torch has it."""
-
-    def __init__(self, worker_init_fn: Callable[[int], None] | None) -> None:
-        self._worker_init_fn = worker_init_fn
-
-    def __call__(self, worker_id: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        # Past the guard of torch's class.
-        object.__setattr__(info, "dataset", cast(ShardedStream, info.dataset).dataset)
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(worker_id)
