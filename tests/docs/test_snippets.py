@@ -22,6 +22,7 @@ are none.
 
 import contextlib
 import doctest
+import gc
 import io
 import os
 import pathlib
@@ -80,6 +81,8 @@ def test_the_python_of_the_page_runs(name, tmp_path, monkeypatch):
             else:
                 assert not any(errors), f"{where}: {errors}"
     finally:
+        namespace.clear()
+        gc.collect()  # loaders with workers, wrappers
         paceline.shutdown()
         torch.set_rng_state(state)
         os.environ.clear()
