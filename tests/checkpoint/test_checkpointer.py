@@ -19,7 +19,7 @@ from paceline.checkpoint import checkpointer, files, retention
 from paceline.checkpoint.snapshot import HostMemory
 from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointDamagedError, CheckpointError
-from support.ranks import RankError, run_ranks
+from support.ranks import RankError, expect_errors, run_ranks
 
 NAN = float("nan")
 
@@ -310,6 +310,46 @@ def test_a_writer_keeps_a_failure_until_somebody_asks():
     with pytest.raises(IndexError):
         writer.wait()
     writer.wait()
+
+
+def test_what_is_written_is_waited_for_after_an_interrupt_too_and_not_in_a_forked_child():
+    writer, may_end, done = Writer(), threading.Event(), []
+    writer.start(lambda: may_end.wait(60) and done.append(True))
+    interrupt = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        writer.wait()
+    interrupt.join()
+    writer.check()
+    assert not done
+    pid = os.fork()
+    if pid == 0:  # where there is no thread
+        try:
+            writer.wait()
+            os._exit(3)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    may_end.set()
+    writer.wait()
+    assert done == [True]
+
+
+class Broken(Number):
+    def state_dict(self):
+        raise ZeroDivisionError("on one rank")
+
+
+def save_with_a_broken_part(world, folder):
+    part = Broken() if world.rank == 0 else Number()
+    paceline.Checkpointer(folder, every=1, part=part).step()
+
+
+def test_all_ranks_hear_of_a_part_that_has_no_state_now(tmp_path):
+    first, second = expect_errors(2, save_with_a_broken_part, str(tmp_path))
+    assert first == "ZeroDivisionError: on one rank"
+    assert second.startswith("CheckpointError: rank 0 failed:\nTraceback")
+    assert second.endswith("ZeroDivisionError: on one rank\n")
 
 
 # -- several ranks ------------------------------------------------------------------------------------------------
