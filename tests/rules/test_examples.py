@@ -1,63 +1,48 @@
-"""Every example runs, in small, in each of the ways that it names."""
+"""Examples are short, and say by what commands they are run: those that the tests in tests/examples run."""
 
+import ast
 import pathlib
 import re
-import subprocess
-import sys
 
-import numpy
 import pytest
 
-PROJECT = pathlib.Path(__file__).parents[2]
-EXAMPLES = PROJECT / "examples"
-BIN = pathlib.Path(sys.executable).parent
+from support.examples import EXAMPLES, commands_of
 
-WAYS = {
-    "python": [sys.executable],
-    "paceline run": [str(BIN / "paceline"), "run", "-n", "2"],
-    "torchrun": [str(BIN / "torchrun"), "--nproc-per-node", "2"],
-}
+SCRIPTS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*.py"))
+SHELL = sorted(
+    path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".sbatch")
+)
+TESTS = "".join(path.read_text() for path in sorted((EXAMPLES.parent / "tests" / "examples").glob("test_*.py")))
 
 
-def run(*command, cwd):
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, cwd=cwd)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_short_and_its_docstring_alone_says_how_to_run_it(name):
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) <= 120
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree)
+    commands = commands_of(EXAMPLES / name)
+    assert commands
+    own = pathlib.PurePath(name).name
+    path = own if name.startswith("from-torch/") else f"examples/{name}"  # those are copied, and changed, elsewhere
+    assert all(path in command.split() for command in commands)
 
 
-def test_every_example_is_tested_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"compare.py", "digits.py"}
+@pytest.mark.parametrize("name", SHELL)
+def test_a_shell_script_is_short_and_says_how_to_run_it(name):
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) <= 40
+    assert text.startswith("#!/bin/bash\n# A training ")
+    assert re.search(rf"^#   .*\bexamples/{re.escape(name)}\b", text, re.MULTILINE)
 
 
-def test_examples_are_short_and_say_how_they_are_run():
-    for path in EXAMPLES.glob("*.py"):
-        text = path.read_text()
-        assert len(text.splitlines()) <= 60
-        assert f"{path.name}" in text.split('"""')[1]
+def test_every_example_is_run_by_a_test():
+    for name in SCRIPTS:
+        assert re.search(rf"\b{pathlib.PurePath(name).stem}\b", TESTS), name
 
 
-@pytest.mark.slow
-def test_digits_runs_unchanged_in_three_ways_and_two_ranks_end_with_the_parameters_of_one_process(tmp_path):
-    for way, command in WAYS.items():
-        out = run(*command, EXAMPLES / "digits.py", "--epochs", 3, "--save", f"{way}.pt", cwd=tmp_path)
-        accuracies = [
-            float(found) for found in re.findall(r"^epoch \d+: ([\d.]+)% of 359 test digits right$", out, re.MULTILINE)
-        ]
-        assert len(accuracies) == 3  # one line an epoch: rank 0's
-        assert accuracies[-1] > 80
-        ranks = 1 if way == "python" else 2
-        assert re.search(rf"^[\d,]+ samples/s on {ranks} x (cpu|cuda)$", out, re.MULTILINE)
-    for way in ("paceline run", "torchrun"):
-        out = run(sys.executable, EXAMPLES / "compare.py", f"{way}.pt", "python.pt", cwd=tmp_path)
-        found = re.fullmatch(
-            r"largest relative difference of the final parameters: (\S+) \(equal up to rounding\)\n", out
-        )
-        assert float(found[1]) < 1e-5
-
-
-def test_digits_takes_images_and_labels_in_mnists_format(tmp_path):
-    random = numpy.random.default_rng(0)
-    images = random.integers(0, 256, (50, 28, 28), dtype=numpy.uint8)
-    numpy.savez(tmp_path / "mnist.npz", images=images, labels=random.integers(0, 10, 50))
-    out = run(sys.executable, EXAMPLES / "digits.py", "--data", "mnist.npz", "--epochs", 1, cwd=tmp_path)
-    assert re.search(r"^epoch 0: [\d.]+% of 10 test digits right$", out, re.MULTILINE)
+def test_every_example_is_in_the_page_about_them_and_one_change_in_full():
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    for name in (*SCRIPTS, *SHELL, *(name.replace(".py", ".diff") for name in SCRIPTS if "/" in name)):
+        assert f"(../examples/{name})" in page, name
+    assert f"```diff\n{(EXAMPLES / 'from-torch' / 'one_device.diff').read_text()}```\n" in page
