@@ -444,6 +444,10 @@ def casts(_model, block, x):
         return block(x)
 
 
+def checkpoints(_model, block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
 def counts(model, block, x):
     model.num_calls = getattr(model, "num_calls", 0) + 1
     return block(x)
@@ -459,8 +463,9 @@ def remembers(model, block, x):
     [
         (adds_noise, "it draws random numbers that depend on no argument"),
         (drops_layers, "it draws random numbers that depend on no argument"),
-        (freezes, "it computes under no_grad, or another autocast"),
-        (casts, "it computes under no_grad, or another autocast"),
+        (freezes, "it computes under no_grad, another autocast, or checkpoint"),
+        (casts, "it computes under no_grad, another autocast, or checkpoint"),
+        (checkpoints, "it computes under no_grad, another autocast, or checkpoint"),
         (counts, r"it sets self\.num_calls"),
         (remembers, r"it sets self\.seen"),
     ],

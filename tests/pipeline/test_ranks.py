@@ -1,6 +1,7 @@
 """Stages on ranks compute what the undivided model computes in one process."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
@@ -329,6 +330,18 @@ def go_on_after_a_failure(world):
     pipeline.forward_backward(torch.randn(4, 6), target=torch.zeros(4, dtype=torch.long))
 
 
+def save_unlike_groups(world):
+    pipeline = pipeline_of()
+    params = list(pipeline.parameters())
+    groups = [{"params": [param]} for param in params] if world.rank == 0 else params
+    pipeline.whole(torch.optim.SGD(groups, lr=0.1)).state_dict()
+
+
+def save_one_ranks_part(world):
+    with tempfile.TemporaryDirectory() as folder:
+        paceline.Checkpointer(folder, every=1, model=pipeline_of()).step()
+
+
 def part_the_tied(world):
     pipeline = paceline.Pipeline(gpt(), microbatches=2, loss=token_loss)
     with torch.no_grad():
@@ -355,6 +368,16 @@ def part_the_tied(world):
             [f"PipelineError: rank {rank}: an earlier step of this pipeline failed" for rank in (0, 1)],
         ),
         (fail_in_the_second, ["", "KeyError: \"stage 1, microbatch 0, forward: 'too much'\""]),
+        (
+            save_unlike_groups,
+            ["PipelineError: the lanes' optimizers have [2, 1] groups of parameters; expected equally many in each."]
+            * 2,
+        ),
+        (
+            save_one_ranks_part,
+            ["CheckpointError: rank 1 has ['1.weight'] in the state of model, and the first rank, whose state is saved"]
+            * 2,
+        ),
         (
             part_the_tied,
             [
@@ -388,3 +411,37 @@ def test_a_layout_tells_lanes_and_replicas():
     assert layout.place_of(2) == (0, 1)
     assert layout.column(1) == [2, 3]
     assert make_layout((1, 0), 2).rows == ((1,), (0,))
+
+
+def go_on_with_another_cut(world, folder):
+    """Two steps on two ranks, saved by a Checkpointer; two more after another cut. As in one process."""
+    model, parts = gpt(), {}
+    theirs = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for border in ("blocks.1", "blocks.3"):
+        pipeline = paceline.Pipeline(gpt(), microbatches=2, loss=token_loss, count=num_tokens, balance=[border])
+        ours = torch.optim.SGD(pipeline.parameters(), lr=9.0 if parts else 0.1, momentum=0.9)
+        parts = {"run": pipeline.whole(ours)}
+        with paceline.Checkpointer(folder, every=2, stop=False, **parts) as checkpoints:
+            checkpoints.resume()
+            for step in range(2):
+                inputs, targets = tokens(4, checkpoints.num_steps + step)
+                token_loss(model(inputs), targets).backward()
+                pipeline.forward_backward(inputs, target=targets)
+                for optimizer in (ours, theirs):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                checkpoints.step()
+    assert_same_weights(pipeline.full_state_dict(), model)
+    loss = nn.Linear(2, 2)
+    with pytest.raises(PipelineError, match=r"has a parameter of shape \(2, 2\) that is not the pipeline's"):
+        pipeline.whole(torch.optim.SGD(loss.parameters(), lr=1)).state_dict()
+    partial = parts["run"].state_dict()
+    partial["optimizer"]["param_groups"] = []
+    with pytest.raises(
+        PipelineError, match=r"^the optimizer's state has nothing of '.*'\. Load what was saved of the same"
+    ):
+        parts["run"].load_state_dict(partial)
+
+
+def test_a_checkpoint_has_all_ranks_models_and_optimizers_and_goes_on_with_another_cut(tmp_path):
+    run_ranks(2, go_on_with_another_cut, str(tmp_path))

@@ -16,8 +16,8 @@ from paceline import world
 from paceline.checkpoint import files, retention, rng, shards
 from paceline.checkpoint.atomic import remove_abandoned
 from paceline.checkpoint.packing import pack
-from paceline.checkpoint.parts import Parts, Stateful, check_needs_no_trust, unsafe_in_state
-from paceline.checkpoint.placing import placed
+from paceline.checkpoint.parts import Parts, Stateful, check_needs_no_trust, check_nothing_is_lost, unsafe_in_state
+from paceline.checkpoint.placing import outline_of, placed
 from paceline.checkpoint.ranks import Ranks, beside_of, on_all, on_first, ranks_of
 from paceline.checkpoint.saving import save
 from paceline.checkpoint.snapshot import HostMemory, Snapshot
@@ -152,15 +152,18 @@ class Checkpointer:
         """Save now. With ``async_``, it returns once the state is copied.
 
         Raises:
-            CheckpointError: on all ranks alike: the checkpoint before could not be written.
+            CheckpointError: on all ranks alike: the checkpoint before could not be written, or a rank has what would
+                not be saved.
         """
         self.wait()
         parts = on_all(self._ranks, self._parts.states)
-        answers = self._ranks.all((rng.states(), shards.is_sharded(parts)))
-        is_sharded = any(has_shards for _, has_shards in answers)
+        answers = self._ranks.all((rng.states(), shards.is_sharded(parts), outline_of(parts)))
+        is_sharded = any(has_shards for _, has_shards, _ in answers)
+        if not is_sharded:
+            check_nothing_is_lost([outline for *_, outline in answers])
         step, best = self.num_steps, self._better(metric)
         if is_sharded or self._ranks.rank == 0:
-            state = {"step": step, "parts": parts, "rng": [states for states, _ in answers], "best": best}
+            state = {"step": step, "parts": parts, "rng": [states for states, *_ in answers], "best": best}
             snapshot = self._memory.take(state)
             if is_sharded:
                 self._beside = beside = self._beside or beside_of(self._ranks)

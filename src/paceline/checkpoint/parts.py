@@ -5,7 +5,7 @@ The invariant: whatever ``load`` is given was this run's own, of every part that
 
 import io
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from paceline.checkpoint import files
 from paceline.checkpoint.folders import Target
 from paceline.checkpoint.placing import like_parts, outline_of
-from paceline.checkpoint.prefixes import fitted, plainly_named
+from paceline.checkpoint.prefixes import fitted, unwrapped
 from paceline.checkpoint.shards import leaves_of
 from paceline.errors import CheckpointError
 
@@ -53,7 +53,7 @@ class Parts:
             raise CheckpointError(f"there is no part {name!r} to export; there are {', '.join(self._parts)}.")
         part = self._parts[name]
         state = part.state_dict()
-        return plainly_named(state) if isinstance(part, nn.Module) else state
+        return unwrapped(state, part) if isinstance(part, nn.Module) else state
 
     def states(self) -> dict[str, dict[str, Any]]:
         """All parts' states."""
@@ -101,6 +101,36 @@ def unsafe_in_state(state: Any) -> list[str]:
     buffer = io.BytesIO()
     torch.save((outline_of(state), values), buffer)
     return files.unsafe_in(buffer)
+
+
+def check_nothing_is_lost(outlines: Sequence[Any]) -> None:
+    """Refuse that a rank has what the first, whose state is saved, has not.
+
+    Args:
+        outlines: of the state of all parts, by rank.
+    Raises:
+        CheckpointError: one has.
+    """
+    for rank, outline in enumerate(outlines):
+        if (path := _first_beyond(outlines[0], outline)) is not None:
+            part, *keys = path
+            raise CheckpointError(
+                f"rank {rank} has {''.join(f'[{key!r}]' for key in keys)} in the state of {part}, and the first rank, "
+                "whose state is saved, has not. Give Checkpointer what is the same on all ranks; of a Pipeline over "
+                "ranks and its optimizers, model.whole(optimizer)."
+            )
+
+
+def _first_beyond(firsts: Any, theirs: Any) -> list[Any] | None:
+    """The way to what is in ``theirs`` alone."""
+    if not isinstance(theirs, dict):
+        return None
+    for key, inner in theirs.items():
+        if not isinstance(firsts, dict) or key not in firsts:
+            return [key]
+        if (path := _first_beyond(firsts[key], inner)) is not None:
+            return [key, *path]
+    return None
 
 
 def _is_stateful(part: Any) -> bool:

@@ -151,6 +151,10 @@ class DeviceRunner:
         outputs = next(result.outputs for result in results if result.outputs)
         return self._terms.joined(outputs, calls, sizes, self.output_device)
 
+    def gather(self, value: Any) -> list[Any]:
+        """What the one process gives."""
+        return [value]
+
     def switch(self, mode: bool) -> None:
         """To training, or to evaluation."""
         for stage in self.stages:

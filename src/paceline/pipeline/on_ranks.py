@@ -132,9 +132,15 @@ class RankRunner:
     def gather_state(self, own: dict[str, Any]) -> dict[str, Any]:
         """The states of all lanes, each entry from its home. A collective call of the column."""
         kept = {name: value for name, value in own.items() if self._homes.get(name) == self._lane}
-        lanes: list[dict[str, Any]] = []
+        together = {name: value for lane in self.gather(kept) for name, value in lane.items()}
+        return {name: together[name] for name in self._homes if name in together}
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each lane gives, with its tensors on the CPU. A collective call of the column."""
+        self._refuse_if_broken()
+        lanes: list[Any] = []
         for lane in range(self._layout.num_lanes):
-            shell, tensors = take_apart(kept)
+            shell, tensors = take_apart(value)
             if lane == self._lane:
                 for other in range(self._layout.num_lanes):
                     if other != lane:
@@ -143,8 +149,7 @@ class RankRunner:
                 shell, tensors = self.links.receive(lane, OUTPUT_TAG)
             lanes.append(put_together(shell, [tensor.detach().cpu() for tensor in tensors]))
             self.links.finish()
-        together = {name: value for lane in lanes for name, value in lane.items()}
-        return {name: together[name] for name in self._homes if name in together}
+        return lanes
 
     def switch(self, mode: bool) -> None:
         """To training, or to evaluation."""
@@ -159,6 +164,7 @@ class RankRunner:
 
     def all_times(self) -> list[Placed]:
         """Of the last step, of all lanes, by the clocks on the wall. A collective call of the column."""
+        self._refuse_if_broken()
         shift = time.time() - time.perf_counter()  # each host counts from a beginning of its own
         own = [item._replace(begin=item.begin + shift, end=item.end + shift) for item in self.times]
         told: list[list[Placed]] = [[]] * self._layout.num_lanes
@@ -177,6 +183,7 @@ class RankRunner:
 
     def norm_of(self, params: Sequence[Parameter], norm_type: float) -> Tensor:
         """Of the gradients of all lanes, each tied parameter counted once. A collective call of the column."""
+        self._refuse_if_broken()
         grads = [param.grad for param in params if param.grad is not None and id(param) not in self.tied_elsewhere]
         own = torch.nn.utils.get_total_norm(grads, norm_type).detach()
         norm = own.to("cpu", torch.float64).reshape(1)
@@ -212,14 +219,17 @@ class RankRunner:
         total = self.replicas.total(sum(counts), self.device)
         return [weight * self.replicas.size for weight in weights_of(counts, total)]
 
-    @contextlib.contextmanager
-    def _unbroken(self, *, trains: bool) -> Iterator[None]:
-        """Refuse to go on after a step that has failed: the other ranks' messages are still on their way."""
+    def _refuse_if_broken(self) -> None:
         if self._is_broken:
             raise PipelineError(
                 f"rank {dist.get_rank()}: an earlier step of this pipeline failed, so its ranks are no longer in step. "
                 "Start them anew from the last checkpoint."
             )
+
+    @contextlib.contextmanager
+    def _unbroken(self, *, trains: bool) -> Iterator[None]:
+        """Refuse to go on after a step that has failed: the other ranks' messages are still on their way."""
+        self._refuse_if_broken()
         self._is_broken = True
         self._carrier.trains = trains
         try:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
 
 from paceline.errors import PipelineError
 from paceline.parallel.compiling import not_compiled_within
@@ -29,6 +30,7 @@ from paceline.pipeline.schedule import Rule, Schedule
 from paceline.pipeline.stages import Balance, Cut, choose_ranges, open_model
 from paceline.pipeline.terms import NO_TARGET, Terms, own_loss
 from paceline.pipeline.tracing import Example
+from paceline.pipeline.whole import Whole
 
 
 class Pipeline(Module):
@@ -279,6 +281,17 @@ class Pipeline(Module):
         """The undivided model's state, which it can load. Over ranks, a collective call; tensors are on the CPU."""
         own = self.module.state_dict()
         return self._runner.gather_state(own) if isinstance(self._runner, RankRunner) else dict(own)
+
+    def whole(self, optimizer: Optimizer | None = None) -> Whole:
+        """The model and, over ranks, all ranks' optimizers, for `Checkpointer` and `paceline.save`.
+
+        It has ``state_dict``, a collective call of the same value on all ranks, and ``load_state_dict``. Parameters go
+        by the undivided model's names, so the state can be loaded into a pipeline that is cut otherwise.
+
+        Args:
+            optimizer: this rank's, of ``parameters()``.
+        """
+        return Whole(self, optimizer, self._runner.gather)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the undivided model's state, or this process's part of it; what belongs to other ranks is passed over.

@@ -125,7 +125,7 @@ class _Tracer(fx.Tracer):
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         """Refuse what is done under another mode, which the graph would not switch to."""
         if _modes() != self._modes:
-            raise PlanError("it computes under no_grad, or another autocast. Have a block do so")
+            raise PlanError("it computes under no_grad, another autocast, or checkpoint. Have a block do so")
         return super().create_node(*args, **kwargs)
 
     def create_args_for_root(
@@ -168,7 +168,8 @@ def _modes() -> tuple[Any, ...]:
     accelerator = torch.accelerator.current_accelerator()
     kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
     autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), hooks, *autocast
 
 
 @contextlib.contextmanager
