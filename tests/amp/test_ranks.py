@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -12,7 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from paceline import DistributedDataParallel, amp
-from paceline.errors import AmpError, LossScaleError
+from paceline.errors import AmpError, LossScaleError, ReductionError
 from paceline.parallel import apex
 from support.ranks import run_ranks
 
@@ -391,3 +392,24 @@ def test_larc_leaves_weights_without_gradient_and_weights_of_zero_alone():
     model.weight.grad = torch.ones(1, 1)
     assert optimizer.step(lambda: 3.0) == 3.0
     assert model.weight.item() == -0.5
+
+
+def test_larc_can_be_copied_and_pickled():
+    model = linear()
+    optimizer = apex.LARC(SGD(model.parameters(), lr=0.5), trust_coefficient=0.25, clip=False)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        (param,) = copied.param_groups[0]["params"]
+        param.grad = torch.ones_like(param)
+        copied.step()
+        assert param.flatten().tolist() == pytest.approx([0.875, 0.875])  # by 0.5 * 0.25 * |w| / |g|
+    assert weights_of(model) == [1.0, 1.0]
+
+
+def test_apexs_reducer_refuses_sparse_gradients():
+    model = nn.Embedding(2, 1, sparse=True)
+    model(torch.tensor([0])).sum().backward()
+    reducer = apex.Reducer([model.weight.grad])
+    with pytest.raises(
+        ReductionError, match=r"^a Reducer averages dense gradients, and one of these is sparse\. Use Dist"
+    ):
+        reducer.reduce()

@@ -195,10 +195,14 @@ def test_a_draft_that_is_being_written_is_left_alone_and_one_of_the_dead_is_remo
         assert path.read_bytes() == b"of another"
     assert path.read_bytes() == b"of one writer"
     (tmp_path / ".a.pt.0123456789abcdef.draft").touch()
-    (tmp_path / ".b.pt.0123456789abcdef.draft").touch()
+    others = [".a.pt.b.0123456789abcdef.draft", ".a.pt.letter.draft", ".b.pt.0123456789abcdef.draft"]
+    for name in others:
+        (tmp_path / name).touch()
     with atomic.replacing(path):
         pass
-    assert sorted(os.listdir(tmp_path)) == [".b.pt.0123456789abcdef.draft", "a.pt"]
+    assert sorted(os.listdir(tmp_path)) == [*others, "a.pt"]
+    atomic.remove_abandoned(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == [".a.pt.letter.draft", "a.pt"]
 
 
 def test_a_writer_whose_draft_was_taken_for_abandoned_begins_another(tmp_path, monkeypatch):

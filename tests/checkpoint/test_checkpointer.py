@@ -162,6 +162,24 @@ def test_a_wrapped_model_is_saved_under_plain_names_and_exported(tmp_path):
         assert all(map(torch.equal, model.state_dict().values(), net.state_dict().values()))
 
 
+class Holder(nn.Module):
+    """A model with a part that is called as wrappers call what they wrap."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.DataParallel(nn.Linear(2, 1))
+
+
+def test_only_what_wrappers_add_is_taken_out_of_names(tmp_path):
+    with paceline.Checkpointer(tmp_path / "a", every=1, model=nn.DataParallel(Holder())) as checkpoints:
+        checkpoints.step()
+        checkpoints.export(tmp_path / "weights.safetensors")
+    assert sorted(paceline.load(tmp_path / "weights.safetensors")) == ["module.bias", "module.weight"]
+    model = Holder()
+    paceline.Checkpointer(tmp_path / "a", every=1, model=model).resume()
+    assert sorted(model.state_dict()) == ["module.module.bias", "module.module.weight"]
+
+
 def test_a_part_that_the_checkpoint_lacks_is_named(tmp_path):
     with paceline.Checkpointer(tmp_path, every=1, a=Number(), b=Number()) as checkpoints:
         checkpoints.step()

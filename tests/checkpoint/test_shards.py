@@ -61,11 +61,12 @@ def load_into(world, folder):
 @pytest.mark.slow
 def test_shards_are_replaced_as_a_whole_and_loaded_on_any_number_of_ranks_and_never_if_a_part_is_damaged(tmp_path):
     path = tmp_path / "a.pt"
-    (tmp_path / "a.pt.shards-of-a-dead-writer").mkdir()
+    (tmp_path / "a.pt.shards-0123456789abcdef").mkdir()  # of a dead writer
+    (tmp_path / "a.pt.shards-kept").mkdir()  # of somebody else
     assert run_ranks(2, save_twice, str(tmp_path), backend="gloo") == [True, True]
     names = sorted(os.listdir(tmp_path))
     folder = names.pop(1)
-    assert names == ["a.pt", "a.safetensors", "whole.pt"]
+    assert names == ["a.pt", "a.pt.shards-kept", "a.safetensors", "whole.pt"]
     assert sorted(os.listdir(tmp_path / folder)) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     found = paceline.load(path)  # on another number of ranks
     assert torch.equal(found["net"]["weight"], WEIGHT * 2)

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -85,9 +86,10 @@ def make_durable(folder: str) -> None:
 
 def remove_abandoned(folder: str, name: str | None = None) -> None:
     """Remove drafts whose writers have died, of one file or of all. See [Note: drafts of the dead]."""
-    start, end = (".", _DRAFT) if name is None else _around_token(name)
+    of_this = r".+" if name is None else re.escape(name)
+    draft = re.compile(rf"\.{of_this}\.[0-9a-f]{{16}}{re.escape(_DRAFT)}", re.DOTALL)
     with os.scandir(folder) as entries:
-        drafts = [entry.path for entry in entries if entry.name.startswith(start) and entry.name.endswith(end)]
+        drafts = [entry.path for entry in entries if draft.fullmatch(entry.name)]
     for path in drafts:
         with contextlib.suppress(OSError):  # it has been renamed or removed meanwhile, or is locked
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -112,16 +114,11 @@ def _mode_of(target: str) -> int | None:
 
 
 def _begin(folder: str, name: str) -> Draft:
-    start, end = _around_token(name)
     while True:
-        path = os.path.join(folder, f"{start}{secrets.token_hex(8)}{end}")
+        path = os.path.join(folder, f".{name}.{secrets.token_hex(8)}{_DRAFT}")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
             return Draft(path, fd)
         os.close(fd)
-
-
-def _around_token(name: str) -> tuple[str, str]:
-    return f".{name}.", _DRAFT

@@ -62,7 +62,9 @@ def read(path: str, *, weights_only: bool) -> Any:
                     raise CheckpointError(_about_reading(path, problem)) from error
                 raise _damaged(path, problem) from error
     except FileNotFoundError:
-        raise CheckpointMissingError(f"{path}: there is no such file.{_advice(path)}") from None
+        newest = next(_newest_first(path), None)
+        beside = f"The newest file of this kind beside it is {newest}" if newest else "None of this kind is beside it"
+        raise CheckpointMissingError(f"{path}: there is no such file. {beside}.") from None
     except OSError as error:
         raise CheckpointError(f"{path} could not be read: {error.strerror or error}.") from error
 

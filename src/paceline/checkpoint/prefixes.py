@@ -3,7 +3,7 @@
 The invariant: only names change, and only of tensors that the model has under another wrapping.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,15 +16,25 @@ def plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _OF_WRAPPERS)
 
 
-def plainly_named(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's state under plain names; as it is, where two of them would become one."""
-    short = [plain(name) for name in state]
-    if len(set(short)) < len(short):
-        return state
-    modules = [plain(name) for name in getattr(state, "_metadata", ())]
-    return _with_metadata(
-        state, dict(zip(short, state.values(), strict=True)), dict(zip(modules, modules, strict=True))
-    )
+def unwrapped(state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A model's state under the names that it has without wrappers. A module of its own may be called as theirs are."""
+    added = set(_added_by_wrappers(model))
+
+    def short(name: str) -> str:
+        parts = name.split(".")
+        return ".".join(part for n, part in enumerate(parts) if ".".join(parts[: n + 1]) not in added)
+
+    modules = {plain(name): short(name) for name in getattr(state, "_metadata", ())}
+    return _with_metadata(state, {short(name): value for name, value in state.items()}, modules)
+
+
+def _added_by_wrappers(model: nn.Module) -> Iterator[str]:
+    """The names of modules that are within wrappers."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            yield f"{name}.module".lstrip(".")
+        elif type(module).__name__ == "OptimizedModule":  # torch.compile's, whose import takes seconds
+            yield f"{name}._orig_mod".lstrip(".")
 
 
 def fitted(obj: Any, model: nn.Module) -> Any:

@@ -10,6 +10,7 @@ next writer removes it; it looks into the index only once it has the lock, which
 import contextlib
 import fcntl
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -30,7 +31,7 @@ _KINDS = (  # where nobody has imported these, nobody has made one
     ("torch.distributed.tensor", "DTensor"),
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"),  # of FSDP's first version
 )
-_BETWEEN = ".shards-"  # a file's name and what makes its folder's one of its own
+_OF_SHARDS = re.compile(r"(.+)\.shards-[0-9a-f]{16}", re.DOTALL)  # a folder's name: its file's, and one of its own
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def verified(path: str, index: dict[str, Any]) -> Shards:
 def _begin(path: str, held: contextlib.ExitStack) -> str:
     try:
         remove_unnamed(path)
-        folder = f"{path}{_BETWEEN}{secrets.token_hex(8)}"
+        folder = f"{path}.shards-{secrets.token_hex(8)}"
         os.mkdir(folder)
         fd = os.open(folder, os.O_RDONLY)
         held.callback(os.close, fd)
@@ -135,9 +136,9 @@ def _begin(path: str, held: contextlib.ExitStack) -> str:
 def remove_unnamed(path: str) -> None:
     """Remove the folders of a file's earlier savings, and of writers that have died."""
     parent, name = os.path.split(path)
-    for folder in _folders_in(parent):
+    for folder, of in _folders_in(parent):
         place = os.path.join(parent, folder)
-        if folder.startswith(name + _BETWEEN):
+        if of == name:
             with _unlocked(place) as is_unlocked:
                 if is_unlocked and folder != _named_by(path):
                     shutil.rmtree(place, ignore_errors=True)
@@ -145,13 +146,14 @@ def remove_unnamed(path: str) -> None:
 
 def remove_all_unnamed(parent: str) -> None:
     """``remove_unnamed`` for all files that folders in ``parent`` are of."""
-    for name in {folder.rpartition(_BETWEEN)[0] for folder in _folders_in(parent)}:
+    for name in {of for _, of in _folders_in(parent)}:
         remove_unnamed(os.path.join(parent, name))
 
 
-def _folders_in(parent: str) -> list[str]:
+def _folders_in(parent: str) -> list[tuple[str, str]]:
+    """The names of folders of shards, and of the files that they are of."""
     with os.scandir(parent or ".") as entries:
-        return [entry.name for entry in entries if _BETWEEN in entry.name and entry.is_dir()]
+        return [(entry.name, of[1]) for entry in entries if (of := _OF_SHARDS.fullmatch(entry.name)) and entry.is_dir()]
 
 
 @contextlib.contextmanager

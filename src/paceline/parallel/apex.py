@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from paceline.errors import ReductionError
 from paceline.parallel.buckets.hooked import GradBucket
 from paceline.parallel.ddp.wrapper import DistributedDataParallel as _DistributedDataParallel
 from paceline.parallel.replicas.broadcast import broadcast_tensors
@@ -141,8 +142,16 @@ class Reducer:
 
         A parameter of the module that only some ranks have used counts as zero on the others; of a list, ranks must
         have the same gradients.
+
+        Raises:
+            ReductionError: a gradient is sparse.
         """
         grads = self._grads or self._grads_of_module()
+        if any(grad.is_sparse for grad in grads):
+            raise ReductionError(
+                "a Reducer averages dense gradients, and one of these is sparse. Use DistributedDataParallel, or an "
+                "embedding with sparse=False."
+            )
         world_size = dist.get_world_size(self._group)
         kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for grad in grads:
@@ -239,6 +248,12 @@ class LARC(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """To the optimizer."""
         self.optim.add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: vars(self)[name] for name in ("optim", "trust_coefficient", "clip", "eps")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state.pop("optim"), **state)  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"LARC({self.optim!r})"
