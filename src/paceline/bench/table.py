@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.report.answer import answer
+from paceline.bench.report.answer import answer, warnings
 from paceline.bench.results import Bench, Run
 
 WIDTH = 100  # where there is no terminal
@@ -20,13 +20,12 @@ _NONE = "–"
 def tables_of(bench: Bench) -> RenderableType:
     """For a console of rich's."""
     measured = [run for run in bench.runs if run.step_s]
-    parts: list[RenderableType] = [Text(f"{answer(bench)}.", "bold"), Text("\n".join(_heading(bench))), ""]
+    parts: list[RenderableType] = [Text(f"{answer(bench)}.", "bold"), Text("\n".join(_heading(bench)))]
+    parts += [*map(Text, warnings(bench)), ""]
     if measured:
         for title, columns in _TABLES.items():
             parts += [_table(title, columns, measured, bench), ""]
     parts += [Text(_failure(run)) for run in bench.runs if run.error]
-    if bench.interrupted:
-        parts.append(Text("Interrupted: this is what was finished."))
     return Group(*parts)
 
 
@@ -39,7 +38,7 @@ def _heading(bench: Bench) -> list[str]:
     return [
         f"{subject.name}: {subject.num_parameters:,} parameters ({size(subject.parameter_bytes)}), {samples} and "
         f"{threads} a device",
-        f"{devices}{machine.processor}, torch {machine.torch}, load {machine.load:.1f}",
+        f"{devices}{machine.processor}, torch {machine.torch}",
     ]
 
 
