@@ -58,7 +58,14 @@ def test_a_change_on_one_rank_is_an_error_on_all_that_names_parameter_and_rank(s
     assert errors[0].startswith("ReplicaMismatchError: the replicas have drifted apart: ")
     assert f"'{name}" in errors[0]
     assert "differs on rank 1 from ranks 0, 2." in errors[0]
+    assert "Weights were changed there alone, by an edit, a checkpoint, or an optimizer step that" in errors[0]
     assert errors[0].endswith("to go on from here, load one checkpoint on all of them.")
+
+
+def test_of_two_ranks_that_differ_neither_is_said_to_be_the_one_that_was_changed():
+    (error,) = set(expect_errors(2, train, step_alone))
+    assert "differs on rank 1 from rank 0." in error
+    assert "Weights were changed on one side alone, by an edit, a checkpoint, or an optimizer step that" in error
 
 
 def values(world):

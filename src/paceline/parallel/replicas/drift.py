@@ -159,7 +159,7 @@ class DriftWatch:
         for index, size in zip(sampled, sizes, strict=True):
             samples = [theirs[start : start + size] for theirs in everyones]
             start += size
-            usual = Counter(samples).most_common(1)[0][0]
+            usual, num_usual = Counter(samples).most_common(1)[0]
             others = [position for position, sample in enumerate(samples) if sample != usual]
             if not others:
                 continue
@@ -169,10 +169,12 @@ class DriftWatch:
             at = next(i for i, pair in enumerate(zip(mine, theirs, strict=True)) if repr(pair[0]) != repr(pair[1]))
             odd = ", ".join(str(ranks[position]) for position in others)
             rest = ", ".join(str(rank) for position, rank in enumerate(ranks) if position not in others)
+            # Of two ranks, either may be the one that was changed.
+            where = "there" if 2 * num_usual > len(samples) else "on one side"
             raise ReplicaMismatchError(
                 f"the replicas have drifted apart: {names[index]!r} differs on {_name(odd)} from {_name(rest)}. An "
-                f"element is {theirs[at]!r} on rank {ranks[others[0]]} and {mine[at]!r} elsewhere. Its weights were "
-                "changed there alone, by an edit, a checkpoint, or an optimizer step that others did not make. Change "
+                f"element is {theirs[at]!r} on rank {ranks[others[0]]} and {mine[at]!r} elsewhere. Weights were changed "
+                f"{where} alone, by an edit, a checkpoint, or an optimizer step that others did not make. Change "
                 "weights on every rank alike; to go on from here, load one checkpoint on all of them."
             )
         raise AssertionError("digests differed, and samples do not")
