@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 import paceline
 from paceline import DistributedDataParallel, global_mean
@@ -83,6 +83,23 @@ def test_unequal_numbers_of_batches_are_known_in_advance():
     assert DataLoader(Numbers(13), 4, num_replicas=3, rank=1, drop_last=True).num_batches_of_ranks() == (1, 1, 1)
     weighted = DataLoader(Numbers(17), weights=[2, 1], global_batch_size=6, num_replicas=2, rank=1, padding=False)
     assert weighted.num_batches_of_ranks() == (3, 3)
+
+
+def test_numbers_of_batches_that_only_the_end_can_tell_are_refused():
+    class Endless(Sampler):
+        def __iter__(self):
+            return itertools.count()
+
+    class Stream(IterableDataset):
+        pass
+
+    for name, loader in (
+        ("Endless", DataLoader(Numbers(8), 2, sampler=DistributedSampler(Endless()))),
+        ("Stream", DataLoader(Stream())),
+    ):
+        with pytest.raises(DataError) as caught:
+            loader.num_batches_of_ranks()
+        assert str(caught.value) == f"a {name} does not tell its length, so the batches can't be counted"
 
 
 def test_a_batch_sampler_shards_whatever_sampler_it_is_given():

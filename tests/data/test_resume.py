@@ -1,8 +1,10 @@
 """Resuming: whatever changes between two parts of an epoch, each sample comes exactly once."""
 
 import itertools
+import json
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler as TorchBatchSampler
@@ -294,6 +296,18 @@ def test_a_stream_with_a_state_is_entered_there_and_others_are_read_up_to_there(
         assert resumed.dataset.num_read == num_read
 
 
+def test_a_state_at_the_end_of_a_stream_that_begins_anew_there_has_nothing_left():
+    for num_replicas, size, steps in ((2, 7, 2), (2, 8, 2), (1, 4, 2), (3, 1, 1)):
+        loaders = on_ranks(Seekable(size), num_replicas, batch_size=2, padding=False)
+        running = iter(loaders[0])
+        for _ in range(steps):
+            next(running)
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            loader.load_state_dict(state)
+            assert flat(loader) == []
+
+
 def test_a_look_at_a_stream_with_a_state_loses_nothing():
     loader = DataLoader(Seekable(10), 2)
     assert next(iter(loader)).tolist() == [0, 1]
@@ -345,7 +359,9 @@ def test_a_batch_sampler_has_its_samplers_state():
             "the state was saved with seed=1, but this sampler has seed=0: its order of samples is another, so "
             "some would come twice and others never. Make it as the one that was saved.",
         ),
-        ({"consumed": -1}, "consumed should be 0 or more, got -1; the state has been changed"),
+        ({"consumed": -1}, "consumed should be from 0 to 30, got -1; the state has been changed"),
+        ({"consumed": 31}, "consumed should be from 0 to 30, got 31; the state has been changed"),
+        ({"epoch": 0.5}, "epoch should be an integer, got 0.5 of type float"),
     ],
 )
 def test_a_state_of_another_order_is_refused(change, message):
@@ -362,6 +378,19 @@ def test_what_is_no_state_is_refused(state, got):
     assert str(caught.value) == (
         f"a sampler's state should be what its state_dict() gave, with epoch and consumed; got {got}"
     )
+
+
+def test_what_a_stream_or_another_sampler_has_consumed_is_not_negative():
+    for owner in (DataLoader(Counting(8)), DistributedSampler(SequentialSampler(Numbers(8)))):
+        with pytest.raises(DataError, match=r"^consumed should be 0 or more, got -1; the state has been changed$"):
+            owner.load_state_dict({**owner.state_dict(), "consumed": -1})
+
+
+def test_numbers_of_other_libraries_become_plain_ones():
+    sampler = DistributedSampler(Numbers(8), seed=np.int64(3))
+    sampler.set_epoch(torch.tensor(5))
+    assert json.loads(json.dumps(sampler.state_dict()))["epoch"] == 5
+    assert list(sampler) == _epoch(Numbers(8), 5, seed=3).tolist()
 
 
 def test_a_state_of_another_subset_or_of_a_sampler_of_other_batches_is_refused():

@@ -219,6 +219,7 @@ def test_the_first_of_a_thousand_million_indices_is_immediate_and_small():
         ({"num_replicas": 0, "rank": 0}, "num_replicas should be 1 or more, got 0"),
         ({"num_replicas": 2.0, "rank": 0}, "num_replicas should be an integer, got 2.0 of type float"),
         ({"num_replicas": 2, "rank": "1"}, "rank should be an integer, got '1' of type str"),
+        ({"seed": None}, "seed should be an integer, got None of type NoneType"),
         (
             {"num_replicas": 4},
             "num_replicas=4 came without a rank, and the rank can't be told from a world of 1. Give both, or neither.",

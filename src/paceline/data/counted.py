@@ -86,9 +86,8 @@ class CountedLoader(torch.utils.data.DataLoader[T_co]):
         """
         source = self._counting_source()
         if source.length is None:
-            raise DataError(
-                f"a {type(self.dataset).__name__} does not tell its length, so the batches can't be counted"
-            )
+            untold = self.dataset if isinstance(source, ShardedStream) else source.dataset
+            raise DataError(f"a {type(untold).__name__} does not tell its length, so the batches can't be counted")
         ranks = range(source.num_replicas)
         return tuple(num_batches(source, self.batch_sampler, start=0, rank=rank) for rank in ranks)
 

@@ -17,11 +17,11 @@ to the epoch, so a look at the data does not lose it, nor does ``set_epoch`` wit
 what scripts for torch's sampler call.
 """
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.data.ranks import as_integer
 from paceline.data.shares import Portion
 from paceline.errors import DataError
 
@@ -87,6 +87,7 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of ``epoch``; what passes are under way no longer matter."""
+        epoch = as_integer("epoch", epoch)
         is_other = epoch != self.epoch or (self._latest is not None and self._latest.is_counted)
         self.move(epoch, 0 if is_other else self.start, None if is_other else self.snapshot)
 
@@ -122,7 +123,9 @@ def check_state(state: Any, expected: Mapping[str, Any], owner: str) -> tuple[in
                 f"the state was saved with {key}={state.get(key)!r}, but this {owner} has {key}={value!r}: its order "
                 "of samples is another, so some would come twice and others never. Make it as the one that was saved."
             )
-    epoch, consumed = operator.index(state["epoch"]), operator.index(state["consumed"])
-    if consumed < 0:
-        raise DataError(f"consumed should be 0 or more, got {consumed}; the state has been changed")
+    epoch, consumed = as_integer("epoch", state["epoch"]), as_integer("consumed", state["consumed"])
+    most = expected.get("length")
+    if consumed < 0 or (most is not None and consumed > most and "stream" not in expected):
+        bounds = "0 or more" if most is None else f"from 0 to {most}"
+        raise DataError(f"consumed should be {bounds}, got {consumed}; the state has been changed")
     return epoch, consumed

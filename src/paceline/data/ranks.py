@@ -46,7 +46,7 @@ def find_place(num_replicas: int | None, rank: int | None) -> Place:
     """
     group = _default_group()
     world_size, world_rank = group or (1, 0)
-    replicas = world_size if num_replicas is None else _as_integer("num_replicas", num_replicas)
+    replicas = world_size if num_replicas is None else as_integer("num_replicas", num_replicas)
     if replicas < 1:
         raise DataError(f"num_replicas should be 1 or more, got {replicas}")
     if rank is None and replicas != world_size:
@@ -54,7 +54,7 @@ def find_place(num_replicas: int | None, rank: int | None) -> Place:
             f"num_replicas={replicas} came without a rank, and the rank can't be told from a world of {world_size}. "
             "Give both, or neither."
         )
-    own = world_rank if rank is None else _as_integer("rank", rank)
+    own = world_rank if rank is None else as_integer("rank", rank)
     if not 0 <= own < replicas:
         raise DataError(f"rank should be from 0 to {replicas - 1}, since num_replicas is {replicas}; got {own}")
     return Place(own, replicas, is_assumed=group is None and (num_replicas is None or rank is None))
@@ -73,7 +73,12 @@ def _default_group() -> tuple[int, int] | None:
     return None
 
 
-def _as_integer(name: str, value: Any) -> int:
+def as_integer(name: str, value: Any) -> int:
+    """The value of whatever stands for an integer, NumPy's and torch's among them.
+
+    Raises:
+        DataError: it stands for none.
+    """
     try:
         return operator.index(value)
     except TypeError:

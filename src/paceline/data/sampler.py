@@ -20,7 +20,7 @@ from paceline.data.digests import digest_of_subset
 from paceline.data.order import UNKNOWN, Computed, Drawn
 from paceline.data.permutation import SIZE_LIMIT
 from paceline.data.progress import Pass, Progress, check_state
-from paceline.data.ranks import find_place
+from paceline.data.ranks import as_integer, find_place
 from paceline.data.shares import Portion, Shares, Tail, equal_shares
 from paceline.data.wrapping import generators_of, is_sampler, is_sharded, length_of, set_epoch_of, words_of
 from paceline.errors import DataError
@@ -57,8 +57,8 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         wrapped: the sampler that was given; None where it was a dataset.
     Raises:
         DataError: ``rank`` or ``num_replicas`` is out of range, or only ``num_replicas`` was given and the rank can't
-            be told from it; ``padding=False`` came with ``drop_last=True``; the dataset is larger than 2**40, or an
-            iterator.
+            be told from it; ``seed`` is no integer; ``padding=False`` came with ``drop_last=True``; the dataset is
+            larger than 2**40, or an iterator.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.num_replicas = num_replicas
         self.rank = rank
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = as_integer("seed", seed)
         self.drop_last = drop_last
         self.padding = padding
         self.progress = Progress()

@@ -40,11 +40,12 @@ class Stamped:
 
 
 class Opened:
-    """A stream, and a digest of its first sample, once."""
+    """A stream, a digest of its first sample, once, and whether it has been read to its end."""
 
     def __init__(self, stream: Iterable[Any]) -> None:
         self._stream = stream
         self._digest: bytes | None = None
+        self.is_through = False
 
     def __iter__(self) -> Iterator[Any]:
         samples = iter(self._stream)
@@ -52,6 +53,7 @@ class Opened:
             self._digest = digest_if_any(first)
             yield first
             yield from samples
+        self.is_through = True
 
     def take_digest(self) -> bytes | None:
         digest, self._digest = self._digest, None

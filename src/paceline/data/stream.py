@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from paceline.data.order import UNKNOWN, Drawn
 from paceline.data.permutation import mix
 from paceline.data.progress import Pass, Progress, check_state
-from paceline.data.ranks import Place
+from paceline.data.ranks import Place, as_integer
 from paceline.data.seeds import seed_at
 from paceline.data.shares import Portion, Shares, Tail
 from paceline.data.stamps import Opened, Stamped
@@ -56,7 +56,7 @@ class ShardedStream(IterableDataset[Any]):
         self.dataset = dataset
         self.rank = place.rank
         self.num_replicas = place.num_replicas
-        self.seed = seed
+        self.seed = as_integer("seed", seed)
         self.key = key
         self.progress = Progress()
         self._placed = place
@@ -152,8 +152,9 @@ class ShardedStream(IterableDataset[Any]):
                 parts = list(itertools.islice(rounds, self._rounds_a_batch))
                 block = [sample for part in parts for sample in part]
                 is_own = number % num_workers == worker
-                is_full = len(parts) == self._rounds_a_batch
-                state = copy.deepcopy(self._state()) if is_own and is_full and self._has_state else None
+                # At its end a stream's state may be that of its start again.
+                has_place = is_own and self._has_state and not opened.is_through
+                state = copy.deepcopy(self._state()) if has_place else None
             if not block:
                 return
             if is_own:
