@@ -91,7 +91,8 @@ def test_numbers_of_batches_that_only_the_end_can_tell_are_refused():
             return itertools.count()
 
     class Stream(IterableDataset):
-        pass
+        def __iter__(self):
+            return itertools.count()
 
     for name, loader in (
         ("Endless", DataLoader(Numbers(8), 2, sampler=DistributedSampler(Endless()))),
