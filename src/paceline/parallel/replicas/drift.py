@@ -174,8 +174,8 @@ class DriftWatch:
             raise ReplicaMismatchError(
                 f"the replicas have drifted apart: {names[index]!r} differs on {_name(odd)} from {_name(rest)}. An "
                 f"element is {theirs[at]!r} on rank {ranks[others[0]]} and {mine[at]!r} elsewhere. Weights were "
-                f"changed {where} alone, by an edit, a checkpoint, or an optimizer step that others did not make. Change "
-                "weights on every rank alike; to go on from here, load one checkpoint on all of them."
+                f"changed {where} alone, by an edit, a checkpoint, or an optimizer step that others did not make. "
+                "Change weights on every rank alike; to go on from here, load one checkpoint on all of them."
             )
         raise AssertionError("digests differed, and samples do not")
 
