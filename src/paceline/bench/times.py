@@ -21,7 +21,7 @@ from paceline.parallel.reducer.clock import Clock
 
 @dataclass(frozen=True)
 class Job:
-    """What ranks are told: which ways take turns, in how many rounds, with how many timed steps a turn."""
+    """What ranks are told: which ways take turns, in how many rounds after one more, with how many steps a turn."""
 
     recipe: Recipe
     setting: Setting
@@ -65,13 +65,13 @@ def take_turns(rank: int, job: Job, tell: Tell) -> None:
                 trainees[way] = build(way, job.recipe, job.setting)
             dist.barrier(control)
         clock = Clock(job.setting.device)
-        for _ in range(job.num_rounds):
+        for number in range(1 + job.num_rounds):
             for way in job.ways:
                 tell(Began(way))
                 dist.barrier(control)
                 turn = take_turn(trainees[way], job.steps_a_turn, clock, rank) if way in trainees else None
                 turns = [turn for turn in gather(turn, control) if turn is not None]
-                if rank == 0:
+                if turns and number > 0:  # in the first round wrappers rearrange their buckets, and allocators warm up
                     tell(_together(way, turns))
 
 

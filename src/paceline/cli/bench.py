@@ -104,7 +104,7 @@ def _measure(model: str, batch_size: int | None, ways: str, **given: Any) -> "Be
         from paceline.bench.progress import progress_on
         from paceline.bench.recipe import Recipe
         from paceline.bench.ways import KEYS
-    names = tuple(KEYS.get(key, key) for key in ways.split(",") if key)
+    names = tuple(dict.fromkeys(KEYS.get(key, key) for key in ways.split(",") if key))
     wanted = Wanted(Recipe(model, batch_size), ways=names, **given)
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as the command begins
         signal.signal(signal.SIGINT, signal.default_int_handler)
