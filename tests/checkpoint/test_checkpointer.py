@@ -15,7 +15,7 @@ from torch import nn
 
 import paceline
 from paceline import amp
-from paceline.checkpoint import checkpointer, files, retention
+from paceline.checkpoint import files, retention
 from paceline.checkpoint.snapshot import HostMemory
 from paceline.checkpoint.writer import Writer
 from paceline.errors import CheckpointDamagedError, CheckpointError
@@ -266,7 +266,7 @@ def gate(monkeypatch):
         assert opened.wait(60)
         real(obj, path)
 
-    monkeypatch.setattr(checkpointer.files, "write", write)
+    monkeypatch.setattr(files, "write", write)
     return opened
 
 

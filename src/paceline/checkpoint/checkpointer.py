@@ -4,25 +4,25 @@ The invariant: a run that goes on from a checkpoint does what it would have done
 of everything, random generators included, is of one moment, between two steps.
 """
 
-import contextlib
+import functools
 import logging
 import math
 import os
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 
 from paceline import world
-from paceline.checkpoint import files, retention, rng, shards
-from paceline.checkpoint.atomic import remove_abandoned
+from paceline.checkpoint import rng, shards
+from paceline.checkpoint.folder import Folder
 from paceline.checkpoint.packing import pack
-from paceline.checkpoint.parts import Parts, Stateful, check_needs_no_trust, check_nothing_is_lost, unsafe_in_state
+from paceline.checkpoint.parts import Parts, Stateful, check_nothing_is_lost
 from paceline.checkpoint.placing import outline_of, placed
 from paceline.checkpoint.ranks import Ranks, beside_of, on_all, on_first, ranks_of
 from paceline.checkpoint.saving import save
 from paceline.checkpoint.snapshot import HostMemory, Snapshot
 from paceline.checkpoint.writer import Writer
-from paceline.errors import CheckpointDamagedError, CheckpointError
+from paceline.errors import CheckpointError
 
 logger = logging.getLogger("paceline.checkpoint")
 
@@ -81,7 +81,8 @@ class Checkpointer:
         self._parts = Parts(parts)
         self.directory = os.path.abspath(os.fsdecode(directory))  # wherever the script goes meanwhile
         self.num_steps = 0
-        self._every, self._keep, self._is_async = every, keep, async_
+        self._folder = Folder(self.directory, keep=keep, weights_only=weights_only)
+        self._every, self._is_async = every, async_
         self._sign = {"max": 1, "min": -1, None: 0}[best]
         self._stop, self._weights_only = stop, weights_only
         self._ranks = ranks_of(group, alone=False)
@@ -90,12 +91,12 @@ class Checkpointer:
         self._best: tuple[int, float] | None = None
         self._has_saved_at_stop = False
         self._beside: Ranks | None = None
-        on_first(self._ranks, self._make_directory)
+        on_first(self._ranks, self._folder.make)
 
     @property
     def best(self) -> str | None:
         """On the first rank, the file of the best checkpoint; None where no metric has come with any."""
-        return None if self._best is None else self._path_of(self._best[0])
+        return None if self._best is None else self._folder.path_of(self._best[0])
 
     def resume(self) -> int:
         """Load the newest good checkpoint, on any number of ranks, if there is one.
@@ -109,7 +110,7 @@ class Checkpointer:
             CheckpointError: it lacks a part that this run has, or holds objects that ``weights_only`` refuses.
             Exception: what a part's ``load_state_dict`` raises.
         """
-        state = on_first(self._ranks, self._newest_good, tell=False)
+        state = on_first(self._ranks, self._folder.newest_good, tell=False)
         parted = self._ranks.told(state if isinstance(state, shards.Shards) else None)
         if parted is not None:
             target = self._parts.target()
@@ -166,10 +167,10 @@ class Checkpointer:
             state = {"step": step, "parts": parts, "rng": [states for states, *_ in answers], "best": best}
             snapshot = self._memory.take(state)
             if is_sharded:
-                self._beside = beside = self._beside or beside_of(self._ranks)
-                self._writer.start(lambda: self._write_shards(snapshot, step, best, beside))
-            else:
-                self._writer.start(lambda: self._write(snapshot, step, best))
+                self._beside = self._beside or beside_of(self._ranks)
+            self._writer.start(
+                functools.partial(self._write, snapshot, step, best, self._beside if is_sharded else None)
+            )
         if not self._is_async:
             self.wait()
 
@@ -201,17 +202,6 @@ class Checkpointer:
         except Exception:
             logger.exception("a checkpoint in %s could not be written", self.directory)
 
-    def _make_directory(self) -> None:
-        try:
-            os.makedirs(self.directory, exist_ok=True)
-            remove_abandoned(self.directory)  # of a run that was killed
-            shards.remove_all_unnamed(self.directory)
-        except OSError as error:
-            raise CheckpointError(f"the folder {self.directory} for checkpoints could not be made: {error}") from error
-
-    def _path_of(self, step: int) -> str:
-        return os.path.join(self.directory, retention.name_of(step))
-
     def _better(self, metric: float | None) -> tuple[int, float] | None:
         value = math.nan if metric is None else float(metric)
         if math.isnan(value) or self._sign == 0:
@@ -219,62 +209,12 @@ class Checkpointer:
         is_better = self._best is None or self._sign * value > self._sign * self._best[1]
         return (self.num_steps, value) if is_better else self._best
 
-    def _write(self, snapshot: Snapshot, step: int, best: tuple[int, float] | None) -> None:
-        self._check_is_newest(step)
-        path = self._path_of(step)
-        files.write(snapshot.unpack(), path)
-        if self._weights_only:
-            try:
-                check_needs_no_trust(files.unsafe_in(path))
-            except CheckpointError:
-                os.unlink(path)
-                raise
-        self._retain(best)
-
-    def _write_shards(self, snapshot: Snapshot, step: int, best: tuple[int, float] | None, ranks: Ranks) -> None:
+    def _write(self, snapshot: Snapshot, step: int, best: tuple[int, float] | None, ranks: Ranks | None) -> None:
+        """Beside training. ``ranks``: who each have a part, where they have."""
         state = snapshot.unpack()
-
-        def check() -> None:
-            self._check_is_newest(step)
-            if self._weights_only:
-                check_needs_no_trust(unsafe_in_state(state))
-
-        on_all(ranks, check)
-        shards.save(state, self._path_of(step), ranks)
-        on_first(ranks, lambda: self._retain(best))
-
-    def _check_is_newest(self, step: int) -> None:
-        """Refuse what would be removed at once, as the oldest of them, and not be gone on from."""
-        newest = max(self._steps() if os.path.isdir(self.directory) else [], default=step)
-        if newest > step:
-            raise CheckpointError(
-                f"step {step} cannot be saved in {self.directory}, which has a checkpoint of step {newest}, of another "
-                "run or of one that was not gone on from. Call resume() before the first step, or use another folder."
-            )
-
-    def _retain(self, best: tuple[int, float] | None) -> None:
+        best_step = None if best is None else best[0]
+        if ranks is None:
+            self._folder.write(state, step, best_step)
+        else:
+            self._folder.write_shards(state, step, best_step, ranks)
         self._best = best
-        for old in retention.surplus(self._steps(), keep=self._keep, best=None if best is None else best[0]):
-            with contextlib.suppress(FileNotFoundError):  # somebody has cleaned up
-                os.unlink(self._path_of(old))
-            shards.remove_unnamed(self._path_of(old))
-
-    def _steps(self) -> list[int]:
-        return retention.steps_among(os.listdir(self.directory))
-
-    def _newest_good(self) -> Any:
-        steps = self._steps()
-        for step in steps:
-            path = self._path_of(step)
-            try:
-                found = files.read(path, weights_only=self._weights_only)
-                return shards.verified(path, found) if shards.is_index(found) else found
-            except CheckpointDamagedError as error:
-                logger.warning("%s It is renamed to %s.damaged.", error, path)
-                os.replace(path, f"{path}.damaged")
-        if steps:
-            raise CheckpointDamagedError(
-                f"none of the {len(steps)} checkpoints in {self.directory} is good; they are renamed to *.damaged. To "
-                "start anew, run once more."
-            )
-        return None

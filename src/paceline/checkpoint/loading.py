@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.checkpoint import files, shards
-from paceline.checkpoint.folders import is_folder
 from paceline.checkpoint.packing import moved, pack
 from paceline.checkpoint.placing import into_tensors_of, merge
 from paceline.checkpoint.prefixes import fitted
 from paceline.checkpoint.ranks import on_all, on_first, ranks_of
+from paceline.checkpoint.torch_folders import is_folder
 from paceline.errors import CheckpointError
 
 

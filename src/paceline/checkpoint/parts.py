@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from paceline.checkpoint import files
-from paceline.checkpoint.folders import Target
 from paceline.checkpoint.placing import like_parts, outline_of
 from paceline.checkpoint.prefixes import fitted, unwrapped
 from paceline.checkpoint.shards import leaves_of
+from paceline.checkpoint.torch_folders import Target
 from paceline.errors import CheckpointError
 
 logger = logging.getLogger("paceline.checkpoint")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.checkpoint.folders import LEFT_OUT, Target
+from paceline.checkpoint.torch_folders import LEFT_OUT, Target
 from paceline.errors import CheckpointError
 
 _ABSENT = object()

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, cast
 
-from paceline.checkpoint import files, folders
+from paceline.checkpoint import files, torch_folders
 from paceline.checkpoint.atomic import make_durable
 from paceline.checkpoint.format import digest_of
 from paceline.checkpoint.placing import outline_of, outlined
@@ -45,9 +45,9 @@ class Shards:
     folder: str
     outline: Any = None
 
-    def read(self, target: folders.Target = folders.whole, *, weights_only: bool = True) -> Any:
-        """What ``target`` asks for; as ``folders.read``."""
-        found = folders.read(self.folder, target, weights_only=weights_only)
+    def read(self, target: torch_folders.Target = torch_folders.whole, *, weights_only: bool = True) -> Any:
+        """What ``target`` asks for; as ``torch_folders.read``."""
+        found = torch_folders.read(self.folder, target, weights_only=weights_only)
         return found if self.outline is None else outlined(self.outline, found)
 
 
