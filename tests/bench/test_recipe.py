@@ -47,7 +47,11 @@ def test_built_in_models_have_these_sizes_and_a_loss_to_train_with(name, num_par
     training = Recipe(name).make(CPU)
     assert sum(param.numel() for param in training.model.parameters()) == num_parameters
     assert training.batch_size == batch_size
-    assert len(Recipe(name, batch_size=1).make(CPU).inputs) == 1
+    single = Recipe(name, batch_size=1).make(CPU)
+    assert single.batch_size == 1
+    loss = single.loss_of(single.call(single.model))
+    loss.backward()
+    assert all(param.grad is not None for param in single.model.parameters())
 
 
 def test_without_a_loss_integers_want_cross_entropy_and_others_the_mean_square(tmp_path):
