@@ -314,3 +314,23 @@ def test_it_composes_with_a_model_that_is_split_over_another_dimension_of_the_me
     for shape, seen in run_ranks(4, over_a_slice, timeout_s=60):
         assert shape == (4, 2)
         assert seen == [[[1.5, 1.5], [1.5, 1.5]]] * 3
+
+
+def loads_with_and_without_the_prefix(world):
+    source = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    wrapped = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    plain = {name: value + 1.0 for name, value in source.state_dict().items()}
+    for state in (plain, {f"module.{name}": value for name, value in plain.items()}):
+        names = list(state)
+        outer = nn.ModuleList([wrapped])
+        said = outer.load_state_dict({f"0.{name}": value for name, value in state.items()})
+        assert str(said) == "<All keys matched successfully>"
+        assert torch.equal(wrapped.module[0].weight, source[0].weight + 1.0)
+        assert list(state) == names
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        wrapped.load_state_dict({**plain, "more": torch.ones(1)})
+    return True
+
+
+def test_states_load_with_and_without_the_prefix():
+    assert run_ranks(1, loads_with_and_without_the_prefix) == [True]

@@ -30,7 +30,7 @@ ROOMS: dict[str, set[str]] = {
 # Within a room that has folders: what all of it may use, and what each folder may use besides that and itself.
 SHARED: dict[str, set[str]] = {
     "comm": {"calls", "explain", "reductions", "shares", "transport"},
-    "parallel": {"compiling", "fields", "groups", "live"},
+    "parallel": {"compiling", "fields", "groups", "live", "naming"},
     "launch": {"counts", "dispositions", "layout", "loop", "ports", "prctl", "wire"},
 }
 FOLDERS: dict[str, dict[str, set[str]]] = {

@@ -26,6 +26,7 @@ from paceline.parallel.data_parallel.mirror import Mirror
 from paceline.parallel.data_parallel.replicate import replicate, replicate_with
 from paceline.parallel.data_parallel.scatter import scatter_kwargs
 from paceline.parallel.data_parallel.weights import Count, Loss, Weighing
+from paceline.parallel.naming import accept_plain_names
 
 _M = TypeVar("_M", bound=Module)
 
@@ -216,10 +217,7 @@ class DataParallel(torch.nn.DataParallel[Module]):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load the module's own state too, whose names lack ``module.``."""
-        own = [name for name in state_dict if name.startswith(prefix)]
-        if not any(name.startswith(f"{prefix}module.") for name in own):
-            for name in own:
-                state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+        accept_plain_names(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -29,6 +29,7 @@ from paceline.parallel.ddp.outputs import find_tensors
 from paceline.parallel.ddp.replica import Replica, Terms
 from paceline.parallel.ddp.report import Report, report_of
 from paceline.parallel.ddp.torch_private import Absent, TorchsReducer
+from paceline.parallel.naming import accept_plain_names
 from paceline.parallel.reducer.in_backward import take_over
 from paceline.parallel.reducer.reducer import Reducer
 from paceline.parallel.replicas.buffers import copy_buffers
@@ -404,6 +405,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         super().__setattr__(name, value)
         if name == "module" and self._replica is not None:
             self._join_ranks()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load the module's own state too, whose names lack ``module.``."""
+        accept_plain_names(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group is not dist.distributed_c10d._get_default_group():
