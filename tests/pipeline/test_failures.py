@@ -72,6 +72,18 @@ def test_over_gloo_too_it_is_named_who_is_missing():
     )
 
 
+def draw(world):
+    world.seed(0)
+    pipeline = pipeline_of(None, None)
+    return torch.rand(1).item(), [param.sum().item() for param in pipeline.parameters()]
+
+
+def test_stages_on_different_ranks_drop_independently():
+    first, second = run_ranks(2, draw)
+    assert first[0] != second[0]
+    assert run_ranks(2, draw) == [first, second]
+
+
 class Overflows(nn.Module):
     """The gradient of what comes before is infinite; its own is not."""
 
@@ -128,6 +140,15 @@ def evaluate_on_one(world):
         pipeline.forward_backward(None)
 
 
+def load_other_samples(world):
+    """As a sampler over all ranks would deal them."""
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    pipeline = pipeline_of(None, None, loss=nn.MSELoss())
+    pipeline.forward_backward(x, target=y)
+    pipeline.forward_backward(x[world.rank :: 2] if world.rank == 0 else None, target=y[:4])
+    pipeline.forward_backward(x[world.rank :: 2], target=y[world.rank :: 2])
+
+
 def give_no_inputs(world):
     pipeline_of(None, None).forward_backward(None)
 
@@ -154,6 +175,11 @@ def copy_it(world):
             evaluate_on_one,
             "PeerError: rank 0: rank 1 has failed: PipelineError: lane 1 has called model.forward_backward(...), but",
             "PipelineError: lane 1 has called model.forward_backward(...), but lane 0 model(...). All ranks must call",
+        ),
+        (
+            load_other_samples,
+            "PeerError: rank 0: rank 1 has failed: PipelineError: rank 1, which runs the last stage, has been given",
+            "PipelineError: rank 1, which runs the last stage, has been given other inputs than the rank that runs the",
         ),
         (
             give_no_inputs,

@@ -3,17 +3,23 @@
 The invariant: each stage's forwards and backwards have a tag of their own, so a lane may take them in its own order.
 """
 
-from collections.abc import Sequence
+import math
+import zlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import PipelineError
 from paceline.pipeline.links import Links, Way
 from paceline.pipeline.schedule import Action
-from paceline.pipeline.stage import Parcel
+from paceline.pipeline.stage import Parcel, Stage
+from paceline.pipeline.values import take_apart
 
-OUTPUT_TAG, _LOSS_TAG, _FIRST_FREE_TAG = 0, 1, 2
+OUTPUT_TAG, _LOSS_TAG, _INPUTS_TAG, _FIRST_FREE_TAG = 0, 1, 2, 3
+_NUM_SAMPLED = 1000
 
 
 class ToRanks:
@@ -80,6 +86,8 @@ class ToRanks:
         ways = [Way(self._lane_after(action), self._tag(action)) for action in made if action not in ends]
         if self._lane == self._num_lanes - 1:
             ways += [Way(lane, tag) for lane in range(self._lane) for tag in (OUTPUT_TAG, _LOSS_TAG)]
+        if self._lane == 0:
+            ways.append(Way(self._num_lanes - 1, _INPUTS_TAG))
         return [way for way in ways if way.to != self._lane]
 
     def _lane_after(self, made_by: Action) -> int:
@@ -95,6 +103,58 @@ class ToRanks:
 def first_tag_for_ties(num_stages: int) -> int:
     """Past those of the stages."""
     return _FIRST_FREE_TAG + 2 * num_stages
+
+
+def tell_of_inputs(links: Links, num_lanes: int, inputs: Any) -> None:
+    """On the first lane: let the last one compare."""
+    if num_lanes > 1:
+        links.send(num_lanes - 1, _INPUTS_TAG, _digest_of(inputs), [])
+
+
+def compare_inputs(links: Links, num_lanes: int, inputs: Any, *, are_given: bool) -> None:
+    """On the last lane, which has the targets: those of the first lane's inputs?
+
+    Args:
+        inputs: this rank's, if ``are_given``.
+    Raises:
+        PipelineError: this rank has been given others.
+    """
+    if num_lanes == 1:
+        return
+    firsts, _ = links.receive(0, _INPUTS_TAG)
+    if are_given and _digest_of(inputs) != firsts:
+        raise PipelineError(
+            f"rank {dist.get_rank()}, which runs the last stage, has been given other inputs than the rank that runs "
+            "the first, so its targets belong to other samples. Have all ranks of a column load the same batches: give "
+            "the loader num_replicas and rank of the columns, not of all ranks. If only inputs differ, such "
+            "as by augmentation, pass None in their place here."
+        )
+
+
+def _digest_of(inputs: Any) -> int:
+    """Of some of the elements; which they are has nothing to do with rows and columns."""
+    _, tensors = take_apart(inputs)
+    digest = 0
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _NUM_SAMPLED) | 1].cpu().contiguous()
+        digest = zlib.crc32(some.view(torch.uint8).numpy().tobytes(), digest)
+        digest = zlib.crc32(f"{tuple(tensor.shape)}, {tensor.dtype}".encode(), digest)
+    return digest
+
+
+def spread_overflow(stages: Iterable[Stage], column: dist.ProcessGroup) -> None:
+    """An infinity or NaN in one lane's gradients becomes one in all, so that their GradScalers skip alike.
+
+    A collective call of the column.
+    """
+    found = [param.grad for stage in stages for param in stage.part.parameters() if param.grad is not None]
+    grads = [grad for grad in (each._values() if each.is_sparse else each for each in found) if grad.numel()]
+    is_finite = not grads or bool(torch.nn.utils.get_total_norm(grads, math.inf).isfinite())
+    overflows = torch.tensor([not is_finite], dtype=torch.uint8)
+    dist.all_reduce(overflows, dist.ReduceOp.MAX, group=column)
+    if overflows and is_finite and grads:
+        grads[0][(0,) * grads[0].dim()] = math.inf
 
 
 def share_outputs(

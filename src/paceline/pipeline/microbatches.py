@@ -44,6 +44,11 @@ def num_samples(value: Any, dim: int, path: str) -> int | None:
     return found[0][1].size(dim) if found else None
 
 
+def has_batch(value: Any) -> bool:
+    """Whether there is a tensor with dimensions in it."""
+    return any(tensor.dim() > 0 for _, tensor in _tensors(value, ""))
+
+
 def split(value: Any, sizes: Sequence[int], dim: int) -> list[Any]:
     """A value for each microbatch; tensors without dimensions, and all that is no tensor, go into each whole."""
     shell, tensors = take_apart(value)

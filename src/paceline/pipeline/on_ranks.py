@@ -16,20 +16,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
+from paceline import world
 from paceline.errors import PipelineError
 from paceline.pipeline.clock import Placed
-from paceline.pipeline.column import OUTPUT_TAG, ToRanks, first_tag_for_ties, share_loss, share_outputs
+from paceline.pipeline.column import (
+    OUTPUT_TAG,
+    ToRanks,
+    compare_inputs,
+    first_tag_for_ties,
+    share_loss,
+    share_outputs,
+    spread_overflow,
+    tell_of_inputs,
+)
 from paceline.pipeline.groups import make_groups
 from paceline.pipeline.lanes import Batch, run_lane
 from paceline.pipeline.layout import Layout
 from paceline.pipeline.links import Links
-from paceline.pipeline.microbatches import num_samples
+from paceline.pipeline.microbatches import has_batch, num_samples
 from paceline.pipeline.replicas import Replicas
 from paceline.pipeline.stage import Call, Stage
-from paceline.pipeline.stages import Cut, move, release, users_of
-from paceline.pipeline.terms import Terms, weighed, weights_of
+from paceline.pipeline.stages import Cut, homes_of, move, release, users_of
+from paceline.pipeline.terms import NO_TARGET, Terms, weighed, weights_of
 from paceline.pipeline.ties import TiesOverRanks, find_ties
 from paceline.pipeline.values import moved, put_together, take_apart
 
@@ -55,7 +65,7 @@ class RankRunner:
         users = users_of(cut.root, parts)
         lanes_of = {key: sorted({stage % layout.num_lanes for stage in stages}) for key, stages in users.items()}
         ties = find_ties(cut.root.named_parameters(), lanes_of)
-        self._homes = _homes_of(cut.root, parts, lanes_of, layout.num_lanes)
+        self._homes = homes_of(cut.root, parts, lanes_of, layout.num_lanes)
         self.tied_elsewhere = {id(tie.param) for tie in ties if tie.users[0] != self._lane}
         release(cut.root, {key for key, lanes in lanes_of.items() if self._lane in lanes})
         own = range(self._lane, terms.num_stages, layout.num_lanes)
@@ -71,6 +81,8 @@ class RankRunner:
         self._ties.make_equal()
         self.times: list[Placed] = []
         self._is_broken = False
+        if (here := world.current()) is not None:
+            here.part_random_streams()  # or equal layers of two stages would drop the same
 
     @property
     def _is_first(self) -> bool:
@@ -86,7 +98,11 @@ class RankRunner:
             self._ties.begin()
             sizes, calls = self._cut(args, kwargs)
             batch, weights = Batch(calls), []
+            if self._is_first:
+                tell_of_inputs(self.links, self._layout.num_lanes, (args, kwargs))
             if self._is_last:
+                are_given = target is not NO_TARGET and has_batch((args, kwargs))
+                compare_inputs(self.links, self._layout.num_lanes, (args, kwargs), are_given=are_given)
                 targets = self._terms.targets(target, sizes)
                 weights = self._weights(calls or self._given_calls(args, kwargs, sizes), targets, sizes)
                 batch = Batch(
@@ -103,7 +119,7 @@ class RankRunner:
                     loss = loss.new_tensor(self.replicas.total(float(loss), self.device) / self.replicas.size)
             self._ties.add_up()
             if scale is not None:
-                self._spread_overflow()
+                spread_overflow(self.stages.values(), self.column)
             told = share_loss(self.links, self._lane, self._layout.num_lanes, loss)
             self.links.finish()
             return told
@@ -171,16 +187,6 @@ class RankRunner:
         dist.all_gather_object(told, own, group=self.column)
         return [item for times in told for item in times]
 
-    def _spread_overflow(self) -> None:
-        """An infinity or NaN in one lane's gradients becomes one in all, so that their GradScalers skip alike."""
-        grads = [param.grad for stage in self.stages.values() for param in stage.part.parameters()]
-        found = [grad for grad in grads if grad is not None]
-        is_finite = bool(torch.nn.utils.get_total_norm(found, math.inf).isfinite()) if found else True
-        overflows = torch.tensor([not is_finite], dtype=torch.uint8)
-        dist.all_reduce(overflows, dist.ReduceOp.MAX, group=self.column)
-        if overflows and is_finite and found:
-            found[0].view(-1)[:1] = math.inf
-
     def norm_of(self, params: Sequence[Parameter], norm_type: float) -> Tensor:
         """Of the gradients of all lanes, each tied parameter counted once. A collective call of the column."""
         self._refuse_if_broken()
@@ -241,17 +247,3 @@ class RankRunner:
                 stage.forget()
             raise
         self._is_broken = False
-
-
-def _homes_of(root: Module, parts: Sequence[Module], lanes_of: dict[int, list[int]], num_lanes: int) -> dict[str, int]:
-    """The lane from which each entry of the model's state is taken: where the tensor is, or else its module."""
-    lane_of_module: dict[int, int] = {}
-    for number, part in enumerate(parts):
-        for module in part.modules():
-            lane_of_module.setdefault(id(module), number % num_lanes)
-    modules = dict(root.named_modules())
-    homes: dict[str, int] = {}
-    for name, value in root.state_dict(keep_vars=True).items():
-        owner = modules.get(name.rpartition(".")[0], root)
-        homes[name] = lanes_of[id(value)][0] if id(value) in lanes_of else lane_of_module.get(id(owner), 0)
-    return homes

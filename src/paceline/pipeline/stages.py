@@ -128,6 +128,24 @@ def users_of(root: Module, parts: Sequence[Module]) -> dict[int, list[int]]:
     return users
 
 
+def homes_of(root: Module, parts: Sequence[Module], lanes_of: dict[int, list[int]], num_lanes: int) -> dict[str, int]:
+    """The lane from which each entry of the model's state is taken: where the tensor is, or else its module.
+
+    Args:
+        lanes_of: by the ``id`` of a parameter or buffer.
+    """
+    lane_of_module: dict[int, int] = {}
+    for number, part in enumerate(parts):
+        for module in part.modules():
+            lane_of_module.setdefault(id(module), number % num_lanes)
+    modules = dict(root.named_modules())
+    homes: dict[str, int] = {}
+    for name, value in root.state_dict(keep_vars=True).items():
+        owner = modules.get(name.rpartition(".")[0], root)
+        homes[name] = lanes_of[id(value)][0] if id(value) in lanes_of else lane_of_module.get(id(owner), 0)
+    return homes
+
+
 def move(part: Module, device: torch.device, placed: set[int]) -> None:
     """Move what is not in ``placed`` (by ``id``) yet, and note it there.
 
