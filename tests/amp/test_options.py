@@ -154,6 +154,13 @@ def test_an_optimizer_that_masters_would_not_reach_is_refused():
     amp.initialize(model, shared, opt_level="O2", verbosity=0)
 
 
+def test_models_in_fsdps_first_version_are_refused():
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()  # torch's own needs a process group
+    message = r"^models: within Sequential there is a FullyShardedDataParallel, of whose gradients each rank has a part"
+    with pytest.raises(AmpError, match=message):
+        amp.initialize(nn.Sequential(wrapper), verbosity=0)
+
+
 def test_sharded_weights_are_refused_where_there_would_be_masters():
     model = nn.Linear(1, 1)
     model.weight.placements = ()  # of what a DTensor has, what it is known by

@@ -13,6 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim import SGD
 
 from paceline import DistributedDataParallel, amp
+from paceline.amp import ranks
 from paceline.errors import AmpError, LossScaleError, ReductionError
 from paceline.parallel import apex
 from support.ranks import run_ranks
@@ -104,6 +105,13 @@ def wrapped_before(rank, wrap, level, *, within):
     grads = [param.grad.flatten().tolist() for param in amp.master_params(optimizer)]
     amp.deactivate()
     return grads
+
+
+def made_before_amp_was_imported():
+    wrapped = DistributedDataParallel(linear())
+    ranks._wrappers.clear()
+    ranks.find_earlier()
+    return [each is wrapped for each in ranks.wrappers_of([wrapped.module])]
 
 
 def partly_wrapped(rank):
@@ -250,6 +258,7 @@ def everything(world):
             "accumulated": {
                 (name, level): accumulated(rank, wrap, level) for name, wrap in wraps.items() for level in ("O1", "O2")
             },
+            "made before": made_before_amp_was_imported(),
             "wrapped before": {
                 (name, level, within): wrapped_before(rank, wraps[name], level, within=within)
                 for name in ("paceline's", "torch's")
@@ -295,6 +304,7 @@ def test_wrappers_that_were_there_before_are_known_and_torchs_refused_where_weig
         "weights that become torch.float16. Make it after amp.initialize."
     )
     for each in told:
+        assert each["made before"] == [True]
         for key, found in each["wrapped before"].items():
             assert found == (refusal if key[:2] == ("torch's", "O2") else [[4.0, 4.0]]), key
 

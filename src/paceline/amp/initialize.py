@@ -3,6 +3,7 @@
 The invariant: whatever is wrong with the arguments is found before anything is changed.
 """
 
+import gc
 import logging
 from typing import Any
 
@@ -15,7 +16,7 @@ from paceline.amp.convert import HALF, cast_model, check_is_whole
 from paceline.amp.masters import keep_in_checkpoints
 from paceline.amp.optimizers import OptimizerState, state_of
 from paceline.amp.options import Properties, choose, choose_bounds
-from paceline.amp.ranks import find_wrappers, watch_for_wrappers
+from paceline.amp.ranks import wrappers_of
 from paceline.amp.scaler import LossScaler
 from paceline.amp.session import Session, begin, state
 from paceline.amp.wrapping import Casts, wrap
@@ -70,9 +71,9 @@ def initialize(
     Returns:
         ``models``, or both; lists where lists came in.
     Raises:
-        AmpError: an option does not fit the level; a model is wrapped already, or in half precision; an optimizer has
-            been through here before, or cannot step master weights. The model within a wrapper may be given; torch's
-            wrapper is refused where weights are cast.
+        AmpError: an option does not fit the level; a model is wrapped already, sharded, or in half precision; an
+            optimizer has been through here before, or cannot step master weights. The model within a wrapper may be
+            given; torch's wrapper is refused where weights are cast.
         TypeError: these are no modules or no optimizers.
     """
     if not enabled:
@@ -90,7 +91,8 @@ def initialize(
     least, most = choose_bounds(min_loss_scale, max_loss_scale)
     model_list = _models(models)
     optimizer_list = _optimizers(optimizers)
-    _check_can_be_cast(find_wrappers(model_list), properties.cast_model_type)
+    if properties.cast_model_type is not None:
+        _check_can_be_cast(model_list, properties.cast_model_type)
     if properties.master_weights:
         _check_takes_masters(optimizer_list)
     scalers = [LossScaler(properties.loss_scale, min_loss_scale=least, max_loss_scale=most) for _ in range(num_losses)]
@@ -101,7 +103,6 @@ def initialize(
     for optimizer in optimizer_list:
         OptimizerState(optimizer, session, uses_masters=bool(properties.master_weights), wholes=wholes)
     begin(session)
-    session.watch = watch_for_wrappers()
     if verbosity:
         logger.info("%s", properties)
     return models if optimizers is None else (models, optimizers)
@@ -133,20 +134,33 @@ def _models(models: Any) -> list[Module]:
                 f"models: {type(model).__name__} is a parallel wrapper. Wrap models after amp.initialize, around what "
                 "it returns."
             )
+        if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+            raise AmpError(
+                f"models: within {type(model).__name__} there is a FullyShardedDataParallel, of whose gradients each "
+                "rank has a part, so ranks would not find the same overflows. Use its mixed_precision= and "
+                "ShardedGradScaler."
+            )
         if not state.allow_incoming_model_not_fp32:
             check_is_whole(model)
     return found
 
 
-def _check_can_be_cast(wrappers: list[Any], dtype: torch.dtype | None) -> None:
+def _check_can_be_cast(models: list[Module], dtype: torch.dtype) -> None:
     """Raise an AmpError if torch's wrapper listens to weights that get another dtype: it would hear no more of them."""
-    for wrapper in wrappers:
-        is_cast = any(param.is_floating_point() and param.dtype != dtype for param in wrapper.parameters())
-        if dtype is not None and is_cast and not isinstance(wrapper, DistributedDataParallel):
+    if not any(_would_go_deaf(wrapper, dtype) for wrapper in wrappers_of(models)):
+        return
+    gc.collect()  # the wrapper may be no longer in use
+    for wrapper in wrappers_of(models):
+        if _would_go_deaf(wrapper, dtype):
             raise AmpError(
                 f"models: torch's DistributedDataParallel is around a {type(wrapper.module).__name__} already, and "
                 f"would not average gradients of weights that become {dtype}. Make it after amp.initialize."
             )
+
+
+def _would_go_deaf(wrapper: Module, dtype: torch.dtype) -> bool:
+    is_cast = any(param.is_floating_point() and param.dtype != dtype for param in wrapper.parameters())
+    return is_cast and not isinstance(wrapper, DistributedDataParallel)
 
 
 def _check_takes_masters(optimizers: list[Any]) -> None:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.apex import Reducer, numbers_of_reducers, reducers
 from paceline.parallel.replicas.broadcast import broadcast_tensors
@@ -36,32 +35,34 @@ _wrappers: "weakref.WeakKeyDictionary[_Wrapper, int]" = weakref.WeakKeyDictionar
 _numbers = itertools.count()
 
 
-def watch_for_wrappers() -> RemovableHandle:
-    """From now on, know of each DistributedDataParallel that is made."""
-
-    def see(parent: Module, name: str, child: Module) -> None:  # noqa: ARG001
-        if isinstance(parent, _Wrapper):
-            _wrappers[parent] = next(_numbers)
-
-    return register_module_module_registration_hook(see)
+def _see(parent: Module, name: str, child: Module) -> None:  # noqa: ARG001
+    if isinstance(parent, _Wrapper):
+        _wrappers[parent] = next(_numbers)
 
 
-def find_wrappers(models: Iterable[Module]) -> list[_Wrapper]:
-    """Know of each DistributedDataParallel that is there already, around the models or within them.
+def find_earlier() -> None:
+    """Know of each DistributedDataParallel that was made before this module was imported; later ones make themselves
+    known."""
+    if dist.is_available() and dist.is_initialized():
+        gc.collect()  # so that all ranks find the same ones
+        found = [each for each in gc.get_objects() if issubclass(type(each), _Wrapper) and _is_made(each)]
+        for wrapper in sorted(found, key=lambda each: [name for name, _ in each.named_parameters()]):
+            _wrappers.setdefault(wrapper, next(_numbers))
 
-    Returns:
-        Those of them that nobody has seen made, in the same order on all ranks.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return []
-    place_of = {id(param): n for n, param in enumerate(param for model in models for param in model.parameters())}
-    gc.collect()  # so that all ranks find the same ones
-    found = [each for each in gc.get_objects() if issubclass(type(each), _Wrapper) and each not in _wrappers]
-    placed = [(min(places), each) for each in found if (places := {place_of[n] for n in _ids(each) & place_of.keys()})]
-    known = [wrapper for _, wrapper in sorted(placed, key=lambda item: item[0])]
-    for wrapper in known:
-        _wrappers[wrapper] = next(_numbers)
-    return known
+
+register_module_module_registration_hook(_see)
+find_earlier()
+
+
+def wrappers_of(models: Iterable[Module]) -> list[_Wrapper]:
+    """Those around the models or within them."""
+    wanted = {id(param) for model in models for param in model.parameters()}
+    return [each for each in sorted(_wrappers, key=_wrappers.__getitem__) if _is_made(each) and wanted & _ids(each)]
+
+
+def _is_made(wrapper: _Wrapper) -> bool:
+    """Whether its constructor has come to an end."""
+    return hasattr(wrapper, "module") and hasattr(wrapper, "process_group")
 
 
 class Company:
@@ -73,7 +74,8 @@ class Company:
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         wanted = {id(param) for param in params}
-        latest = {id(wrapper.module): wrapper for wrapper in sorted(_wrappers, key=_wrappers.__getitem__)}
+        made = filter(_is_made, sorted(_wrappers, key=_wrappers.__getitem__))
+        latest = {id(wrapper.module): wrapper for wrapper in made}
         self._wrappers = [each for each in latest.values() if _has_others(each) and wanted & _ids(each)]
         reduced = [each for each in reducers() if _has_others(each) and wanted & _ids(each)]
         covered: set[int] = set().union(*map(_ids, self._wrappers))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from paceline.amp import functions
 from paceline.amp.masters import master_with
@@ -28,7 +27,6 @@ class Session:
     scalers: list[LossScaler] = field(default_factory=list)
     models: Sequence[Module] = ()
     verbosity: int = 1
-    watch: RemovableHandle | None = None
 
     def names_of(self, params: Sequence[Tensor]) -> Iterator[str]:
         """What the models call these parameters, masters among them."""
@@ -76,8 +74,6 @@ state = AmpState()
 def begin(session: Session) -> None:
     """Let ``session`` be the one in force."""
     functions.restore()
-    if state.session is not None and state.session.watch is not None:
-        state.session.watch.remove()
     state.session = session
     if session.properties.patch_torch_functions:
         functions.put_in_place()
