@@ -4,30 +4,38 @@
     python benchmarks/data.py loader      samples per second of a loader, both kinds in turns
 
 torch makes a list of all indices; paceline computes them one chunk at a time. torch's sampler is left out where its
-list would take tens of gigabytes. Each line of `sampler` is a process of its own. `one by one` is a loop over what
-follows the first index, `whole pass` is all of a pass from its very start, `in batches` is what `Permutation.permute`
-takes for 2**20 positions; each for one index.
+list would take tens of gigabytes. Each line of the first table is a process of its own. `one by one` is a loop over
+what follows the first index, `whole pass` is all of a pass from its very start, `in batches` is what
+`Permutation.permute` takes for 2**20 positions; each for one index. The second table has both kinds in one process, in
+turns: the medians, and the median of the ratios of rounds. `in lists` takes 64 indices at a time, as batch samplers do.
 
-`loader`: the median of rounds, in each of which both kinds load one epoch, in changing order; rank 0 of 2.
+`loader`: the median of rounds, in each of which both kinds load one epoch, in changing order; rank 0 of 2. The digits
+are a `TensorDataset`, which paceline reads a batch at a time. The memory-mapped set is read sample by sample by both.
 
 Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13.0+cpu, OMP_NUM_THREADS=1). Other processes kept
-the cores busy: load 3 to 7 for the samplers, 5 for the loaders.
+the cores busy, load 10 to 14: of the times only the ratios of what ran in turns mean much.
 
        samples             first index     memory  one by one  whole pass  in batches
-       1000000  torch        92.21 ms     46 MiB       21 ns      759 ns           -
-       1000000  paceline       0.33 ms      0 MiB       53 ns       56 ns        8 ns
-       8000000  torch       760.93 ms    367 MiB       22 ns      783 ns           -
-       8000000  paceline       0.42 ms      0 MiB       82 ns       83 ns       13 ns
-     100000000  torch     18337.30 ms   4589 MiB       16 ns           -           -
-     100000000  paceline       0.30 ms      0 MiB      166 ns           -       19 ns
-    1000000000  paceline       0.44 ms      0 MiB      106 ns           -       17 ns
- 1000000000000  paceline       0.43 ms      0 MiB      162 ns           -       36 ns
+       1000000  torch        162.43 ms     46 MiB       53 ns     1353 ns           -
+       1000000  paceline       0.25 ms      2 MiB       66 ns       67 ns        6 ns
+       8000000  torch       1565.54 ms    367 MiB       49 ns     1614 ns           -
+       8000000  paceline       0.25 ms      2 MiB       67 ns       67 ns        9 ns
+     100000000  torch      29404.50 ms   4589 MiB       56 ns           -           -
+     100000000  paceline       0.24 ms      2 MiB       86 ns           -       12 ns
+    1000000000  paceline       0.16 ms      2 MiB       83 ns           -       13 ns
+ 1000000000000  paceline      10.29 ms      2 MiB      114 ns           -       33 ns
+
+       samples                   torch  paceline   ratio
+       1000000  one by one      189 ns     56 ns    0.26
+       1000000  in lists        211 ns     87 ns    0.41
+       8000000  one by one      205 ns     68 ns    0.32
+       8000000  in lists        195 ns     76 ns    0.37
 
                                              torch        paceline   ratio
-digits, no workers                      94,735 /s       96,302 /s    0.99
-digits, 1 worker                        22,322 /s       19,410 /s    0.92
-1 GB memory-mapped, no workers         173,833 /s      174,489 /s    1.01
-1 GB memory-mapped, 1 worker            33,369 /s       28,602 /s    0.98
+digits, no workers                      87,976 /s      522,399 /s    5.60
+digits, 1 worker                        14,295 /s       18,492 /s    1.12
+1 GB memory-mapped, no workers          72,666 /s       62,802 /s    0.91
+1 GB memory-mapped, 1 worker            19,014 /s       21,949 /s    1.22
 """
 
 import itertools
@@ -41,7 +49,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -95,6 +103,36 @@ def compare_samplers() -> None:
             found = json.loads(subprocess.check_output(command, text=True))
             times = "".join(f"{'-' if value != value else f'{value:.0f} ns':>12}" for value in found[2:])
             print(f"{size:14}  {kind:8}{found[0]:11.2f} ms{found[1]:7.0f} MiB{times}")
+
+
+def compare_indices(num_rounds: int) -> None:
+    """One by one, interleaved: what disturbs one kind disturbs the other."""
+    print(f"\n{'samples':>14}  {'':12}{'torch':>10}{'paceline':>10}{'ratio':>8}")
+    for size in (10**6, 8 * 10**6):
+        samplers: dict[str, Any] = {kind: make(range(size), num_replicas=8, rank=0) for kind, make in KINDS.items()}
+        for name, take in (("one by one", one_by_one), ("in lists", in_lists)):
+            times: dict[str, list[float]] = {kind: [] for kind in samplers}
+            for number in range(num_rounds):
+                for kind in sorted(samplers, reverse=number % 2 == 0):
+                    samplers[kind].set_epoch(number)
+                    indices = iter(samplers[kind])
+                    next(indices)
+                    times[kind].append(
+                        seconds(lambda take=take, indices=indices: take(indices)) / (size // 8 - 1) * 1e9
+                    )
+            ratio = statistics.median(b / a for a, b in zip(times["torch"], times["paceline"], strict=True))
+            medians = "".join(f"{statistics.median(found):7.0f} ns" for found in times.values())
+            print(f"{size:14}  {name:12}{medians}{ratio:8.2f}")
+
+
+def one_by_one(indices: Iterable[int]) -> None:
+    for _ in indices:
+        pass
+
+
+def in_lists(indices: Iterator[int]) -> None:
+    while [*itertools.islice(indices, 64)]:
+        pass
 
 
 class MemoryMapped(Dataset[torch.Tensor]):
@@ -170,5 +208,6 @@ if __name__ == "__main__":
         measure_sampler(sys.argv[2], int(sys.argv[3]))
     elif what == "sampler":
         compare_samplers()
+        compare_indices(int(sys.argv[2]) if len(sys.argv) > 2 else 9)
     else:
         compare_loaders(int(sys.argv[2]) if len(sys.argv) > 2 else 9)
