@@ -149,6 +149,18 @@ def load_other_samples(world):
     pipeline.forward_backward(x[world.rank :: 2], target=y[world.rank :: 2])
 
 
+class Returns(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def count_what_is_not_there(world):
+    """A model that returns its loss, a mean over what is in its inputs."""
+    pipeline = pipeline_of(None, Returns(), loss=None, count=lambda x: (x > 0).sum())
+    pipeline.forward_backward(torch.ones(4, 4))
+    pipeline.forward_backward(torch.ones(4, 4) if world.rank == 0 else None)
+
+
 def give_no_inputs(world):
     pipeline_of(None, None).forward_backward(None)
 
@@ -180,6 +192,11 @@ def copy_it(world):
             load_other_samples,
             "PeerError: rank 0: rank 1 has failed: PipelineError: rank 1, which runs the last stage, has been given",
             "PipelineError: rank 1, which runs the last stage, has been given other inputs than the rank that runs the",
+        ),
+        (
+            count_what_is_not_there,
+            "PeerError: rank 0: rank 1 has failed: DataError: `count` takes what the model is called with",
+            "DataError: `count` takes what the model is called with, which the last stage's rank has not been given.",
         ),
         (
             give_no_inputs,

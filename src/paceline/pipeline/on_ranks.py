@@ -101,9 +101,10 @@ class RankRunner:
             if self._is_first:
                 tell_of_inputs(self.links, self._layout.num_lanes, (args, kwargs))
             if self._is_last:
-                are_given = target is not NO_TARGET and has_batch((args, kwargs))
-                compare_inputs(self.links, self._layout.num_lanes, (args, kwargs), are_given=are_given)
                 targets = self._terms.targets(target, sizes)
+                matters = target is not NO_TARGET or self._terms.counts_calls(targets)
+                are_given = matters and has_batch((args, kwargs))
+                compare_inputs(self.links, self._layout.num_lanes, (args, kwargs), are_given=are_given)
                 weights = self._weights(calls or self._given_calls(args, kwargs, sizes), targets, sizes)
                 batch = Batch(
                     calls, self._terms.loss, moved(targets, self.device), weights, 1.0 if scale is None else scale

@@ -76,11 +76,22 @@ class Terms:
 
         Args:
             calls: None where this rank has not been given the inputs; then their sizes stand for them.
+        Raises:
+            DataError: they are needed.
         """
         if calls is None:
+            if self.counts_calls(targets):
+                raise DataError(
+                    "`count` takes what the model is called with, which the last stage's rank has not been given. Pass "
+                    "the inputs on that rank, too."
+                )
             calls = [((torch.empty((1,) * self.dim + (size,)),), {}) for size in sizes]
         whole = [(*call, target) for call, target in zip(calls, targets, strict=True)]
         return self.weighing.counts(whole, self.dim)
+
+    def counts_calls(self, targets: Sequence[tuple[Any, ...]]) -> bool:
+        """Whether what the loss is a mean over is counted in the inputs."""
+        return self.weighing.counts_calls and not any(targets)
 
     def joined(
         self, outputs: Sequence[Any], calls: Sequence[Call] | None, sizes: Sequence[int], device: torch.device

@@ -26,7 +26,11 @@ _OVER_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
 
 class Weighing:
-    """The rule by which the shares of a loss are weighed."""
+    """The rule by which the shares of a loss are weighed.
+
+    Attributes:
+        counts_calls: whether, where there is no target, it must know what the module is called with.
+    """
 
     def __init__(self, loss: Loss, count: Count | None) -> None:
         """Find it.
@@ -46,6 +50,7 @@ class Weighing:
             raise DataError("loss: reduction='none' gives no scalar to differentiate. Use 'mean' or 'sum'.")
         self._is_sum = reduction == "sum"
         self._count = count or _count_of_classes(function, keywords)
+        self.counts_calls = self._count is not None and not self._is_sum
 
     def weigh(self, calls: Sequence[Call], dim: int) -> list[float]:
         """A weight for each share; where nothing counts in any, all alike: a mean over nothing is NaN anyway."""
