@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import gc
 import io
+import pathlib
 import pickle
+import re
 import threading
 import warnings
 
@@ -122,6 +124,10 @@ def test_the_advice_is_given_once(caplog):
         DataParallel(Affine(), devices)
     assert [record.name for record in caplog.records] == ["paceline.parallel.data_parallel"]
     assert "DistributedDataParallel" in caplog.text
+    measured = re.search(r"took ([\d.]+) times as long", caplog.text)[1]
+    page = pathlib.Path(__file__).parents[2] / "docs/data-parallel.md"
+    assert f"and {measured} times as long with 200 small ones" in page.read_text()
+    assert re.search(rf"^\| 200 small layers \|.*\| {measured}\d \|$", page.read_text(), re.MULTILINE)
 
 
 def test_a_module_elsewhere_is_an_error_that_names_the_tensor():
