@@ -229,6 +229,22 @@ def test_hooks_of_the_whole_are_refused():
         paceline.Pipeline(model, CPUS)
 
 
+def test_a_replaced_forward_is_kept_or_refused():
+    model, x = nn.Sequential(nn.Sequential(*linears()), *linears(1)), torch.randn(4, 4)
+    inner = model[0]
+    inner.forward = lambda given: 2 * nn.Sequential.forward(inner, given)
+    torch.testing.assert_close(paceline.Pipeline(model, CPUS, loss=mean_square)(x), model(x))
+    pipeline = paceline.Pipeline(nn.Sequential(*linears()), CPUS, loss=mean_square)
+    for each in (model, pipeline):
+        each.forward = each.forward
+    with pytest.raises(
+        PlanError, match=r"^the forward of this Sequential has been replaced, as amp\.initialize does, and"
+    ):
+        paceline.Pipeline(model, CPUS)
+    with pytest.raises(PipelineError, match=r"^the pipeline's forward has been replaced, as amp\.initialize does, but"):
+        pipeline.forward_backward(x)
+
+
 class Hides(nn.Module):
     def __init__(self, wrap):
         super().__init__()

@@ -161,6 +161,11 @@ class Pipeline(Module):
                 "forward_backward computes gradients, which no_grad or inference_mode forbids here. Call the pipeline "
                 "itself for outputs alone."
             )
+        if "forward" in vars(self):
+            raise PipelineError(
+                "the pipeline's forward has been replaced, as amp.initialize does, but forward_backward does not call "
+                "it. Use torch.autocast around forward_backward."
+            )
         if scale is not None and self._takes_scale:
             raise PipelineError(
                 "the model's forward has an argument `scale`, and so has forward_backward. Pass the model's by "

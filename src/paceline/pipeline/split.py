@@ -50,7 +50,7 @@ class Row:
 def _flat(module: Sequential, prefix: str) -> Iterator[tuple[str, Module]]:
     for name, child in module._modules.items():  # ``named_children`` leaves out what comes again, such as one ReLU
         assert child is not None
-        if type(child) is Sequential and len(child) > 0 and not has_hooks(child):
+        if type(child) is Sequential and len(child) > 0 and not has_hooks(child) and "forward" not in vars(child):
             yield from _flat(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child

@@ -72,6 +72,11 @@ def open_model(module: Module | Sequence[Module], balance: Balance, example: Exa
             f"{type(module).__name__} has hooks of its own, which no stage would call. Register them on its parts, or "
             "remove them before it is cut."
         )
+    if "forward" in vars(module):
+        raise PlanError(
+            f"the forward of this {type(module).__name__} has been replaced, as amp.initialize does, and no stage "
+            "would call it. Cut the model first; torch.autocast around a step holds in all stages."
+        )
     if type(module).forward is Sequential.forward:
         assert isinstance(module, Sequential)
         return module, Row(module)
