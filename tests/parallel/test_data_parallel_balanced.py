@@ -128,6 +128,15 @@ def test_losses_that_cannot_be_used_are_errors():
         DataParallel(net(), TWO, loss=lambda output, target: 1.0).forward_backward(x, target=y)
 
 
+def test_a_replaced_forward_that_would_not_be_called_is_refused():
+    parallel = DataParallel(nn.Linear(2, 2), ["cpu", "cpu"], loss=lambda output: output.sum())
+    parallel.forward = parallel.forward
+    with pytest.raises(
+        DataError, match=r"^this DataParallel's forward has been replaced, as amp\.initialize does, but"
+    ):
+        parallel.forward_backward(torch.ones(2, 2))
+
+
 # -- how it is called -----------------------------------------------------------------------------------------------
 
 

@@ -150,13 +150,19 @@ class DataParallel(torch.nn.DataParallel[Module]):
         Returns:
             The loss of the whole batch, a scalar without gradient, on ``output_device``.
         Raises:
-            DataError: there is no loss, it returns no scalar, or arguments cannot be split alike.
+            DataError: there is no loss, it returns no scalar, arguments cannot be split alike, or this wrapper's own
+                ``forward`` has been replaced.
             ReplicaError: there is nothing to train.
             RuntimeError: a parameter or buffer is not on the first device.
             Exception: of the first replica that failed, of the same type.
         """
         if self._loss is None:
             raise DataError("forward_backward needs a loss: DataParallel(module, ..., loss=criterion).")
+        if "forward" in vars(self):
+            raise DataError(
+                "this DataParallel's forward has been replaced, as amp.initialize does, but forward_backward does not "
+                "call it. Call amp.initialize on the module, before it is wrapped."
+            )
         targets = () if target is _NO_TARGET else (target,)
         with torch.inference_mode(False), torch.enable_grad():
             losses = self._train(inputs, kwargs, targets, float(scale))
