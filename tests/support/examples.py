@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 
-import sklearn.datasets  # noqa: F401  # examples import it, and find it imported
 import torch
 
 from support.commands import run_command
