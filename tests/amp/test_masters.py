@@ -297,6 +297,13 @@ def test_what_is_written_to_masters_goes_to_checkpoints_and_to_the_model_with_th
     assert model.head.weight.unique().tolist() == [torch.tensor(0.3).half().item()]
 
 
+def test_writes_to_the_model_are_taken_over_before_masters_are_handed_out():
+    model, optimizer = build("O2", loss_scale=4.0)
+    step(model, optimizer)
+    model.head.weight.data.fill_(0.25)
+    assert master_of(optimizer, (3, 64)).unique().tolist() == [0.25]
+
+
 def test_writes_are_found_in_all_masters_however_many_there_are_and_in_empty_ones(monkeypatch):
     monkeypatch.setattr(masters, "_CHUNK_BYTES", 8)
     params = [nn.Parameter(torch.ones(size, dtype=HALF)) for size in (0, 3, 4, 1)]

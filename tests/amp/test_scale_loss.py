@@ -468,6 +468,9 @@ def test_calls_out_of_order_say_what_is_missing():
     with pytest.raises(AmpError, match=message), amp.scale_loss(X, []):
         pass
     _, optimizer = build()
+    message = r"^loss: expected a tensor, got list\. Add several losses up before\.$"
+    with pytest.raises(TypeError, match=message), amp.scale_loss([X, X], optimizer):
+        pass
     message = r"^loss_id=1, but amp\.initialize was told num_losses=1\.$"
     with pytest.raises(AmpError, match=message), amp.scale_loss(X, optimizer, loss_id=1):
         pass

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.amp.convert import HALF
-from paceline.amp.masters import Master, adopt, master_with
+from paceline.amp.masters import Master, adopt, find_writes, master_with
 
 
 class Holdings:
@@ -30,6 +30,7 @@ class Holdings:
         self._ids: tuple[int, ...] | None = None  # of the parameters that these two lists are of
         self._masters: list[Master] = []
         self._own: list[Tensor] = []
+        self._has_looked = False  # for writes to the model's weights, since the last step
         self._take_over(optimizer, wholes)
 
     def look(self) -> tuple[list[Master], list[Tensor]]:
@@ -56,11 +57,28 @@ class Holdings:
         masters, own = self.look()
         return [*(master.param for master in masters), *own]
 
-    def lend(self) -> None:
-        """Expect that masters are written to."""
+    def find_writes(self) -> list[Tensor]:
+        """Whether somebody has written to the model's weights since the last step, in numbers. (1,)"""
+        self._has_looked = True
+        return find_writes([master for master in self.look()[0] if not master.is_lent])
+
+    def follow_writes(self) -> None:
+        """Let masters be what has been written to the model's weights."""
         for master in self.look()[0]:
             master.take_over(looks=True)
+
+    def lend(self) -> None:
+        """Expect that masters are written to."""
+        if not self._has_looked:
+            self.follow_writes()
+        for master in self.look()[0]:
             master.is_lent = True
+
+    def note_step(self) -> None:
+        """A step is done, and the model's weights are the masters, rounded."""
+        self._has_looked = False
+        for master in self.look()[0]:
+            master.note_step()
 
     def _look_at(self, param: Tensor, whole: Tensor | None) -> Tensor:
         """What the optimizer is to hold for ``param``."""

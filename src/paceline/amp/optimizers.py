@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.amp.gradients import divide, move_to_masters, multiply
 from paceline.amp.holdings import Holdings
-from paceline.amp.masters import copy_to_model, find_writes
+from paceline.amp.masters import copy_to_model
 from paceline.amp.ranks import Company, share
 from paceline.errors import AmpError
 
@@ -127,15 +127,6 @@ class OptimizerState:
         self.is_in_block = False
         return verdicts
 
-    def find_writes(self) -> list[Tensor]:
-        """Whether somebody has written to the model's weights, in numbers. (1,)"""
-        return find_writes([master for master in self.holdings.look()[0] if not master.is_lent])
-
-    def follow_writes(self) -> None:
-        """Let masters be what has been written to the model's weights."""
-        for master in self.holdings.look()[0]:
-            master.take_over(looks=True)
-
     def skip_next(self, reason: str) -> None:
         """Take no step the next time that ``step`` is called. Gradients become zeros, so that what another backward
         adds to them is judged by itself."""
@@ -164,8 +155,7 @@ class OptimizerState:
                 self._skip()
                 return overflow.loss
         copy_to_model(masters)
-        for master in masters:
-            master.note_step()
+        self.holdings.note_step()
         return result
 
     def _check_unscaled(self) -> None:

@@ -54,6 +54,7 @@ def scale_loss(
     Raises:
         AmpError: ``initialize`` has not been called, or not with one of the optimizers; there is no such loss; or this
             is within another block of one of the optimizers.
+        TypeError: the loss is no tensor.
         LossScaleError: gradients have overflowed twice in a row, and the scale is at its floor. The message names the
             parameters.
     """
@@ -66,6 +67,8 @@ def scale_loss(
     if not session.properties.enabled:
         yield loss
         return
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"loss: expected a tensor, got {type(loss).__name__}. Add several losses up before.")
     states = _states_of(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers])
     session = states[0].session
     scaler = _scaler_of(session, loss_id)
@@ -97,12 +100,12 @@ def _finish(
     """Unscale, judge, and let the scale and the optimizers follow the verdict."""
     scale = scaler.loss_scale()
     seen: set[int] = set()
-    writes = [found for each in states for found in each.find_writes()]  # while gradients are small still
+    writes = [found for each in states for found in each.holdings.find_writes()]  # while gradients are small still
     verdicts = [verdict for each in states for verdict in each.unscale(scale, seen)]
     is_overflow, is_written = _judge(verdicts, writes, [each.company() for each in states])
     if is_written:
         for each in states:
-            each.follow_writes()
+            each.holdings.follow_writes()
     is_stuck = is_last and scaler.update(is_overflow=is_overflow or scaler.is_overflow_pending)
     scaler.is_overflow_pending = not is_last and (is_overflow or scaler.is_overflow_pending)
     explanation = _explain(session, scaler, loss_id, states) if is_stuck else ""
