@@ -169,7 +169,7 @@ def test_an_error_that_all_ranks_share_is_told_once(tmp_path):
         r"paceline: ranks \d, \d failed in the same way\n|paceline: ranks \d-\d failed in the same way\n",
         in_the_end(ran.stderr),
     )
-    assert ran.stderr.count("ModuleNotFoundError") == 1
+    assert in_the_end(ran.stderr).count("ModuleNotFoundError") == 1
 
 
 def test_who_is_waited_for_is_said(tmp_path):
