@@ -16,11 +16,11 @@ EXPECTED = "expected (model, (inputs, target)), and if you like a loss and an op
 
 
 @pytest.fixture(autouse=True)
-def imports_leave_no_trace(monkeypatch):
+def imports_leave_no_trace(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
-    before = set(sys.modules)
     yield
-    for name in set(sys.modules) - before:
+    made = [name for name, module in sys.modules.items() if str(tmp_path) in str(getattr(module, "__file__", None))]
+    for name in made:
         del sys.modules[name]
 
 
