@@ -297,6 +297,15 @@ def test_what_is_written_to_masters_goes_to_checkpoints_and_to_the_model_with_th
     assert model.head.weight.unique().tolist() == [torch.tensor(0.3).half().item()]
 
 
+def test_what_is_written_to_a_masters_memory_is_not_taken_back():
+    model, optimizer = build("O2", loss_scale=4.0)
+    step(model, optimizer)
+    model.state_dict()["head.weight"].fill_(0.3)  # which is the master
+    step(model, optimizer)
+    assert model.head.weight.unique().tolist() == [torch.tensor(0.3).half().item()]
+    assert model.state_dict()["head.weight"].unique().tolist() == [torch.tensor(0.3).item()]
+
+
 def test_writes_to_the_model_are_taken_over_before_masters_are_handed_out():
     model, optimizer = build("O2", loss_scale=4.0)
     step(model, optimizer)

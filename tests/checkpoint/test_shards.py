@@ -49,6 +49,7 @@ def load_into(world, folder):
         assert paceline.load(f"{folder}/{name}", into=state) is state
         assert state["net"]["weight"] is weight
         paceline.load(f"{folder}/{name}", into={"net": {"weight": plain}})
+        assert paceline.load(f"{folder}/{name}", into={"net": {}})["net"]["weight"].tolist() == plain.tolist()
         told.append((weight.full_tensor().tolist(), weight.to_local().shape, plain.tolist(), state["step"]))
     for state in ({"other": 1}, {"net": {"weight": distributed(torch.zeros(4, 2))}}, {"step": torch.zeros(1)}):
         try:
@@ -108,6 +109,13 @@ def test_what_is_loaded_into_is_a_dict(tmp_path):
         paceline.load(tmp_path / "a.pt", into=model)
     with pytest.raises(CheckpointError, match=r"^into= came with model=: expected a dict alone, such as"):
         paceline.load(tmp_path / "a.pt", into={}, model=model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    paceline.save({"optimizer": optimizer.state_dict()}, tmp_path / "b.pt")
+    fresh = torch.optim.Adam(model.parameters())
+    found = paceline.load(tmp_path / "b.pt", into={"optimizer": fresh.state_dict()})
+    assert found["optimizer"]["state"][0]["exp_avg"].tolist() == optimizer.state[model.weight]["exp_avg"].tolist()
     own = {"weight": torch.zeros(2)}
     weight = own["weight"]
     assert paceline.load(tmp_path / "a.pt", into=own) is own

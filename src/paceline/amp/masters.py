@@ -4,7 +4,8 @@ A weight has one master, however many optimizers it is in. The model's weight is
 to the weight in place, such as clamping or loading, is taken over, element by element, so that elements that were not
 written keep their bits. A step finds such writes by torch's count of them. ``scale_loss`` and checkpoints look for
 those that torch does not count, such as writes through ``.data``. Where masters have been handed out since the last
-step, somebody may have written to them instead: then what looking finds is left to them.
+step, or torch has counted a write to them, somebody may have written to them instead: then what looking finds is left
+to them.
 
 The invariant: whenever a master is handed out, the model's weight equals it, rounded.
 """
@@ -38,7 +39,7 @@ class Master:
     def __init__(self, param: Tensor, whole: Tensor | None = None) -> None:
         self._param = weakref.ref(param)
         self.weight = Parameter(param.detach().float() if whole is None else whole)
-        self._version = param._version
+        self._version, self._own_version = param._version, self.weight._version
         self.is_lent = self.is_spent = False
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -60,14 +61,15 @@ class Master:
             looks: also for what torch has not counted, such as writes through ``.data``, by comparing all elements.
         """
         param = self.param
-        if param._version != self._version or (looks and not self.is_lent):
-            self._version = param._version
+        may_be_written_itself = self.is_lent or self.weight._version != self._own_version
+        if param._version != self._version or (looks and not may_be_written_itself):
             is_written = self.weight.to(param.dtype) != param
             self.weight.copy_(torch.where(is_written, param.to(self.weight.dtype), self.weight))
+            self._version, self._own_version = param._version, self.weight._version
 
     def note_step(self) -> None:
         """A step is done, and what was written to the model's weight is the master, rounded."""
-        self._version = self.param._version
+        self._version, self._own_version = self.param._version, self.weight._version
         self.is_lent = False
         if len(self.holders) > 1:
             self.is_spent = True

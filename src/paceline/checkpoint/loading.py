@@ -40,8 +40,8 @@ def load(
         model: state dicts get the names that this module has, be it wrapped or not: ``module.`` and ``_orig_mod.`` come
             and go. It is not changed.
         into: a state, such as that of ``state_dict()``, whose tensors are filled, be they whole or sharded (DTensor),
-            and whose other values are replaced; what it does not have is not read. Of a sharded file each rank reads
-            its own part, whatever number of ranks has written it.
+            and whose other values are replaced; what it does not have is not read, but that an empty dict takes all.
+            Of a sharded file each rank reads its own part, whatever number of ranks has written it.
         weights_only: False also makes objects of any class, by running code that is named in the file.
         alone: each rank that calls this reads the file itself, and waits for no other.
         group: the ranks that call this; by default all.

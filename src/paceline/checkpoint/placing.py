@@ -17,12 +17,14 @@ _ABSENT = object()
 
 
 def into_tensors_of(state: dict[str, Any]) -> Target:
-    """A ``Target``: what ``state`` has, read into its own tensors."""
+    """A ``Target``: what ``state`` has, read into its own tensors; all there is, where it has an empty dict."""
 
     def target(path: tuple[Any, ...], tensor: Tensor | None) -> Any:
         own: Any = state
         for key in path:
             if isinstance(own, dict):
+                if not own:
+                    return None
                 own = {str(k): value for k, value in own.items()}.get(key, LEFT_OUT)
             elif isinstance(own, (list, tuple)):
                 own = own[key] if isinstance(key, int) and key < len(own) else LEFT_OUT
@@ -90,6 +92,9 @@ def merge(into: Any, found: Any, about: Callable[[str], str], path: str = "") ->
         if missing := [f"{path}.{key}".lstrip(".") for key in into if key not in found]:
             shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
             raise CheckpointError(about(f"it has no {shown}"))
+        if not into:  # as a fresh optimizer's state
+            into.update(found)
+            return into
         for key in into:
             into[key] = merge(into[key], found[key], about, f"{path}.{key}".lstrip("."))
         return into
