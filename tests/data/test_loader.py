@@ -277,6 +277,21 @@ def test_what_is_drawn_in_this_process_follows_rank_and_epoch_and_leaves_its_own
     assert len({*given[0], *given[1]}) == 4
 
 
+def test_workers_begin_with_seeds_of_their_own_even_where_ranks_were_given_generators_alike():
+    def seeds(rank, **given):
+        torch.manual_seed(11)
+        loader = DataLoader(Numbers(2), num_workers=1, num_replicas=2, rank=rank, collate_fn=seed_of_worker, **given)
+        return [seed for _ in range(2) for seed in loader]
+
+    given = [seeds(rank, generator=torch.Generator().manual_seed(0)) for rank in range(2)]
+    assert given[0] == seeds(0, generator=torch.Generator().manual_seed(0))
+    assert len({*given[0], *given[1], *seeds(0), *seeds(1)}) == 8
+
+
+def seed_of_worker(batch):
+    return torch.utils.data.get_worker_info().seed
+
+
 def test_a_thread_that_loads_ahead_leaves_the_main_threads_random_state_alone():
     drawn = []
 

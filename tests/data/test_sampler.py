@@ -1,7 +1,6 @@
 """The sampler: torch's sharding to the index, epochs that advance by themselves, and memory that does not grow."""
 
 import itertools
-import time
 import tracemalloc
 
 import numpy as np
@@ -193,21 +192,14 @@ def test_chunks_join_without_a_seam():
     assert list(sampler) == list(range(1, 400_000, 2))
 
 
-def test_the_first_of_a_thousand_million_indices_is_immediate_and_small():
+def test_the_first_of_a_thousand_million_indices_takes_no_memory_to_speak_of():
     peek(DistributedSampler(Numbers(10**6)))  # imports and first-use costs
     tracemalloc.start()
     peek(DistributedSampler(Numbers(10**9), 8, 3))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    seconds = []
-    for epoch in range(5):
-        begin = time.perf_counter()
-        sampler = DistributedSampler(Numbers(10**9), 8, 3, seed=epoch)
-        peek(sampler)
-        seconds.append(time.perf_counter() - begin)
-    assert len(sampler) == 125_000_000
-    assert peak_bytes < 1_000_000
-    assert min(seconds) < 0.010
+    assert len(DistributedSampler(Numbers(10**9), 8, 3)) == 125_000_000
+    assert peak_bytes < 100_000
 
 
 @pytest.mark.parametrize(

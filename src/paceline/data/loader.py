@@ -245,16 +245,20 @@ class DataLoader(CountedLoader[T_co]):
         return SeededItems(items, self._key, self.source.progress, step)
 
     def _get_iterator(self) -> Any:
+        # torch's iterators take everything from the loader that they are given; the user's keeps what it had.
+        twin = copy.copy(self)
         if isinstance(self.source, ShardedStream):
             loaded: Any = self.source
             collate_fn: Any = CollateStamped(self.collate_fn, is_batched=self._auto_collation)
-        elif (rows := self._rows()) is not None:
-            loaded, collate_fn = rows, as_it_is
         else:
-            return super()._get_iterator()
-        # torch's iterators take everything from the loader that they are given; the user's keeps its dataset.
-        twin = copy.copy(self)
-        vars(twin).update(dataset=loaded, collate_fn=collate_fn, worker_init_fn=InitWorker(self.worker_init_fn))
+            loaded, collate_fn = self._rows(), as_it_is
+        if loaded is not None:
+            init = InitWorker(self.worker_init_fn)
+            vars(twin).update(dataset=loaded, collate_fn=collate_fn, worker_init_fn=init)
+        if self.source is not None and not self._has_own_generator:
+            # Drawn as torch draws it; but it may be drawn alike on all ranks, and their workers are to differ.
+            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
+            vars(twin).update(generator=torch.Generator().manual_seed(mix(drawn, self._key)))
         return super(DataLoader, twin)._get_iterator()
 
     def _rows(self) -> Rows | None:
