@@ -83,8 +83,15 @@ class _ToDevice:
             else:
                 torch.get_device_module(self._device).current_stream(self._device).wait_event(event)
         if isinstance(value, Parcel):
-            return Parcel(value.shell, [tensor.to(self._device) for tensor in value.tensors], value.wanted)
-        return [None if grad is None else grad.to(self._device) for grad in value]
+            return Parcel(value.shell, [self._brought(tensor) for tensor in value.tensors], value.wanted)
+        return [None if grad is None else self._brought(grad) for grad in value]
+
+    def _brought(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self._device:
+            return tensor
+        if tensor.device.type != "cpu":  # the copy is made on a stream of that device, maybe not the one that wrote it
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+        return tensor.to(self._device)
 
 
 class DeviceRunner:
