@@ -275,6 +275,29 @@ def test_sigterm_and_sighup_let_the_ranks_save(tmp_path, signum, status):
     assert in_the_end(err) == f"paceline: interrupted by {signum.name}, all ranks have ended\n"
 
 
+def test_a_rank_that_has_slept_through_sigterm_is_woken(tmp_path):
+    """Another thread takes the signal, which is as if it had come in the moment before the main one slept."""
+    script = ready_script(
+        tmp_path,
+        """
+        import threading
+        def save(*_):
+            print("saved", flush=True)
+            sys.exit()
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        signal.signal(signal.SIGTERM, save)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        ready()
+        time.sleep(600)
+        """,
+    )
+    process = start([*PACELINE, "run", "--grace", "600", script])
+    wait_ready(tmp_path, 1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (143, "saved\n")
+
+
 def test_sigusr1_and_sigusr2_are_passed_on_and_the_launcher_lives(tmp_path):
     script = ready_script(
         tmp_path,

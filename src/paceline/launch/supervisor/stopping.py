@@ -1,15 +1,19 @@
 """Ending the ranks of a life: asked first, killed when their grace is over; and whom the launcher cannot end."""
 
+import contextlib
+import os
 import signal
 import time
 from collections import deque
 
 from paceline.launch.failures.words import describe_wait
+from paceline.launch.hangs.asking import survives
 from paceline.launch.lives.life import Life
 from paceline.launch.loop import Loop
 from paceline.launch.spec.launch import LaunchSpec
 from paceline.launch.supervisor.audience import Audience
 from paceline.launch.supervisor.course import Course
+from paceline.waits import ASKING_SIGNAL
 
 _PATIENCE_S = 1.0  # for ranks to end, before it is said that they are waited for
 
@@ -32,7 +36,7 @@ class Stopping:
             self._life.stop_at_s = time.monotonic()
             self._next = deque(signals)
             self._escalate()
-            self._loop.call_later(_PATIENCE_S, self._say_who_is_awaited)
+            self._loop.call_later(_PATIENCE_S, self._look_who_is_left)
 
     def hurry(self) -> None:
         """Kill them now."""
@@ -72,9 +76,21 @@ class Stopping:
         )
         self._life.lost([local_rank])
 
-    def _say_who_is_awaited(self) -> None:
-        """Where ranks take their time to end: why they are to, and which they are."""
+    def _look_who_is_left(self) -> None:
+        """Where ranks take their time to end: say why they are to, and which they are."""
         life = self._life
         if life.is_open and not life.has_ended:
+            self._nudge()
             ranks = [life.layout.first_rank + rank for rank, _ in life.living()]
             self._audience.say(describe_wait(life.reports, ranks, has_keys=self._audience.has_keys))
+
+    def _nudge(self) -> None:
+        """Wake ranks that have slept through a signal that their script handles.
+
+        Python runs a handler between two instructions. If the signal comes after the last one before a call that
+        sleeps, or to another thread than the main one, only another signal ends that sleep.
+        """
+        for _, pid in self._life.living():
+            if survives(pid, ASKING_SIGNAL):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, ASKING_SIGNAL)
