@@ -1,5 +1,6 @@
 """What is noticed of data that is sharded twice or not at all; and that nobody waits for that."""
 
+import linecache
 import warnings
 
 import pytest
@@ -26,6 +27,8 @@ def heard(world, make, num_passes=2):
         for _ in range(num_passes):
             list(loader)
             world.barrier()
+    # The line that is blamed is the user's loop.
+    assert {linecache.getline(warning.filename, warning.lineno).strip() for warning in caught} <= {"list(loader)"}
     return [str(warning.message) for warning in caught]
 
 

@@ -68,7 +68,7 @@ class Watch:
             warnings.warn(
                 f"two workers read a {type(self._dataset).__name__} from different samples on: if it is shared out "
                 "among them, this loader shares it out again, and most samples come nowhere. Give sharded=True then.",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _compare_ranks(self, batch: Any, opening: bytes | None) -> None:
@@ -91,7 +91,7 @@ class Watch:
                 continue  # it could not be told
             if odd:
                 self._looks_left = 0
-                warnings.warn(self._warning(name, own, odd), stacklevel=5)
+                warnings.warn(self._warning(name, own, odd), stacklevel=4)
                 return
 
     def _described(self, batch: Any, opening: bytes | None) -> dict[str, Any]:
