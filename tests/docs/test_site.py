@@ -11,6 +11,8 @@ import pytest
 
 import paceline
 import paceline.parallel.apex
+from support.browser import BROWSER, Browser
+from support.commands import wait_until
 from support.pages import PROJECT
 
 ROOMS = ("amp", "checkpoint", "data", "errors", "parallel", "pipeline", "plan", "timeline")
@@ -39,16 +41,10 @@ class Parts(html.parser.HTMLParser):
             self.loads.append(given["src"])
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning_is_whole_and_needs_nothing_from_elsewhere(tmp_path):
-    site = build(tmp_path / "site")
-    every_link_leads_to_a_page_and_a_place_that_is_there(site)
-    nothing_is_loaded_from_elsewhere(site)
-    every_page_is_there_in_both_languages(site)
-    every_public_name_is_in_the_reference(site)
-
-
-def build(folder):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The site, built without a warning."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
         cwd=PROJECT,
@@ -58,7 +54,38 @@ def build(folder):
         timeout=100,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    return {path: Parts(path.read_text()) for path in folder.rglob("*.html") if path.name != "404.html"}
+    return folder
+
+
+@pytest.mark.slow
+def test_the_site_is_whole_and_needs_nothing_from_elsewhere(folder):
+    site = {path: Parts(path.read_text()) for path in folder.rglob("*.html") if path.name != "404.html"}
+    every_link_leads_to_a_page_and_a_place_that_is_there(site)
+    nothing_is_loaded_from_elsewhere(site)
+    every_page_is_there_in_both_languages(site)
+    every_public_name_is_in_the_reference(site)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no browser here")
+@pytest.mark.parametrize(("page", "words"), [("index.html", "drifted"), ("zh/index.html", "卡住")])
+def test_pages_from_the_disk_can_be_searched_and_are_as_wide_as_the_screen(folder, page, words, tmp_path):
+    browser = Browser(tmp_path)
+    try:
+        browser.resize(360)
+        for other in ("compatibility.html", "when-it-fails.html"):
+            browser.open((folder / page).with_name(other))
+            assert browser.ask("document.documentElement.scrollWidth") == 360
+        browser.open(folder / page)
+        browser.call("Page.navigate", url=f"{(folder / page).as_uri()}?q={urllib.parse.quote(words)}")
+        found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+        links = wait_until(lambda: browser.ask(found))
+        assert any("when-it-fails.html" in link for link in links)
+        # The theme looks for the other language's sitemap, which it may not read from a disk, and does without.
+        assert [said for said in browser.complaints() if "sitemap.xml" not in said] == []
+        assert all(address.startswith(("file:", "data:", "about:")) for address in browser.requests())
+    finally:
+        browser.close()
 
 
 def every_link_leads_to_a_page_and_a_place_that_is_there(site):
