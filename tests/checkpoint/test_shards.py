@@ -234,7 +234,10 @@ def fail(world, folder):
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         paceline.save(state, path)
 
-    for work in (checkpoints.step, save_where_rank_1_sees_nothing, save_where_rank_1_has_no_room):
+    def save_alone():
+        paceline.save(state, path, alone=True)
+
+    for work in (checkpoints.step, save_alone, save_where_rank_1_sees_nothing, save_where_rank_1_has_no_room):
         try:
             work()
         except CheckpointError as error:
@@ -245,8 +248,9 @@ def fail(world, folder):
 @pytest.mark.slow
 def test_what_goes_wrong_on_a_rank_is_told_on_all_and_leaves_nothing(tmp_path):
     path = tmp_path / "a.pt"
-    for needs_trust, nothing_in_common, is_full in run_ranks(2, fail, str(tmp_path)):
+    for needs_trust, is_alone, nothing_in_common, is_full in run_ranks(2, fail, str(tmp_path)):
         assert needs_trust.startswith("a part's state holds objects of pathlib.")
+        assert is_alone.startswith(f"{path}: the state is sharded, and alone=True would save this rank's part only.")
         assert nothing_in_common.startswith(f"{path}: rank 1 does not see the shards that rank 0 sees: ")
         assert nothing_in_common.endswith("Save sharded state to a file system that all hosts share.")
         assert is_full.startswith(f"{path}: the shards could not be written: rank 1: ")

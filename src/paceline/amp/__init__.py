@@ -7,7 +7,7 @@
         scaled_loss.backward()
 
 The rest of Apex's wrappers is in ``paceline.parallel.apex``. Read this room in the order ``levels``, ``initialize``,
-``scale_loss``, ``optimizers``, ``masters``.
+``scale_loss``, ``optimizers``, ``holdings``, ``masters``.
 """
 
 from paceline.amp.casts import disable_casts

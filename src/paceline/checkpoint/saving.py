@@ -12,6 +12,7 @@ from paceline.checkpoint import files, shards
 from paceline.checkpoint.placing import gathered
 from paceline.checkpoint.ranks import on_all, on_first, ranks_of
 from paceline.checkpoint.safetensors import is_safetensors
+from paceline.errors import CheckpointError
 
 
 def save(
@@ -33,11 +34,16 @@ def save(
         group: the ranks that call this; by default all.
     Raises:
         CheckpointError: on all ranks alike: the disk is full or refuses, or the object does not fit the format. On one
-            rank alone: it is not in ``group``.
+            rank alone: it is not in ``group``, or ``alone`` and the state is sharded.
         Exception: on the first rank, whatever pickling an object raises; the others are told of it.
     """
     ranks = ranks_of(group, alone=alone)
     text = os.fsdecode(path)
+    if alone and shards.is_sharded(obj):
+        raise CheckpointError(
+            f"{text}: the state is sharded, and alone=True would save this rank's part only. Call save on all ranks, "
+            "without it; or give it whole tensors, as of full_tensor()."
+        )
     if not alone and ranks.told(shards.is_sharded(obj)):
         if not is_safetensors(text):
             shards.save(obj, text, ranks)
