@@ -274,7 +274,10 @@ class CollectiveGroup(EngineGroup):
         detail = f"to rank {self._ranks[to]}, tag {tag}"
         call = Call("send", tensors[0].dtype, tensors[0].numel(), detail, line_of_caller())
         steps = self.transport.send(flat(tensors[0]), to, tag)
-        return self._begin(call, steps, None, tensors, is_message=True, awaited=lambda: [to])
+        work = self._begin(call, steps, None, tensors, is_message=True, awaited=lambda: [to])
+        if not work.is_completed():  # larger than what fits under way: who waits for the rest need not wait for a look
+            self.engine.watch(at_once=True)
+        return work
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int) -> dist.Work:
         if elsewhere := self._elsewhere(tensors):
