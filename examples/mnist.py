@@ -105,7 +105,7 @@ def load(path):
 
 def read_idx(folder, name):
     """MNIST's own format: four bytes, of which the last is the number of dimensions; their sizes; the data."""
-    path = next(folder.glob(f"{name}*"))
+    path = next(folder.glob(f"{name}*"), folder / name)
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     shape = numpy.frombuffer(data, ">i4", count=data[3], offset=4)
     return numpy.frombuffer(data, numpy.uint8, offset=4 + 4 * data[3]).reshape(shape)
