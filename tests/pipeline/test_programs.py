@@ -238,7 +238,7 @@ def test_a_replaced_forward_is_kept_or_refused():
     for each in (model, pipeline):
         each.forward = each.forward
     with pytest.raises(
-        PlanError, match=r"^the forward of this Sequential has been replaced, as amp\.initialize does, and"
+        PlanError, match=r"^the forward of this Sequential has been replaced, as amp\.initialize and torch"
     ):
         paceline.Pipeline(model, CPUS)
     with pytest.raises(PipelineError, match=r"^the pipeline's forward has been replaced, as amp\.initialize does, but"):
