@@ -137,8 +137,9 @@ def train_mesh(world, schedule):
     return {name: value.tolist() for name, value in normed.named_parameters()}
 
 
-def test_two_stages_by_two_replicas_train_as_one_process():
-    first, second, third, fourth = run_ranks(4, train_mesh, "1f1b", timeout_s=60)
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_two_stages_by_two_replicas_train_as_one_process(schedule):
+    first, second, third, fourth = run_ranks(4, train_mesh, schedule, timeout_s=60)
     assert first == second
     assert third == fourth
 

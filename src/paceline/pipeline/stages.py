@@ -74,8 +74,8 @@ def open_model(module: Module | Sequence[Module], balance: Balance, example: Exa
         )
     if "forward" in vars(module):
         raise PlanError(
-            f"the forward of this {type(module).__name__} has been replaced, as amp.initialize and torch.compile do, and "
-            "no stage would call it. Compile its blocks; torch.autocast around a step holds in all stages."
+            f"the forward of this {type(module).__name__} has been replaced, as amp.initialize and torch.compile do, "
+            "and no stage would call it. Compile its blocks; torch.autocast around a step holds in all stages."
         )
     if type(module).forward is Sequential.forward:
         assert isinstance(module, Sequential)
