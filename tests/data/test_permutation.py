@@ -136,6 +136,18 @@ def test_each_position_under_the_network_is_uniform_over_epochs():
         assert chi_square(row) < 148.2
 
 
+@pytest.mark.parametrize("distance", [1, 256, 2**14, 2**15])
+def test_within_an_epoch_positions_of_any_distance_land_at_every_distance_equally_often(distance):
+    size, num_bins, num_keys = 2**16, 1024, 24
+    excess = 0.0
+    for epoch in range(num_keys):
+        images = shuffled(size, seed=8, epoch=epoch)
+        distances = (images[distance:] - images[:-distance]) % size
+        excess += chi_square(np.bincount(distances * num_bins // size, minlength=num_bins)) - (num_bins - 1)
+    # In standard deviations of a sum of chi-squares.
+    assert abs(excess) / math.sqrt(2 * (num_bins - 1) * num_keys) < 4
+
+
 @pytest.mark.parametrize("lag", [1, 2, 3, 64, 4096])
 def test_positions_at_any_distance_are_uncorrelated(lag):
     size = 1_000_000

@@ -4,7 +4,6 @@ The invariant: with the same arguments on all ranks, the k-th batches of all ran
 in every epoch, without a call to ``set_epoch``.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import BaseContext
 from typing import Any, cast
@@ -14,23 +13,21 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, IterDataPipe, Sampler
 
 from paceline.data.batches import dealt_shares
-from paceline.data.counted import CountedLoader, T_co
+from paceline.data.counted import T_co
 from paceline.data.counting import num_batches, source_of
-from paceline.data.passes import Batches, SeededItems
-from paceline.data.permutation import mix
+from paceline.data.passes import Batches
 from paceline.data.progress import Pass
 from paceline.data.ranks import Place, current_rank, find_place
-from paceline.data.rows import Rows, as_it_is, rows_of
 from paceline.data.sampler import DistributedSampler
+from paceline.data.seeded import SeededLoader
 from paceline.data.shares import equal_shares
-from paceline.data.stamps import CollateStamped, InitWorker
 from paceline.data.stream import ShardedStream
 from paceline.data.suspicions import Watch, warn_of_looks, warn_of_sharding_twice
 from paceline.data.wrapping import is_sharded
 from paceline.errors import DataError
 
 
-class DataLoader(CountedLoader[T_co]):
+class DataLoader(SeededLoader[T_co]):
     """torch's DataLoader, whose batches are this rank's share.
 
     All of torch's arguments keep their meaning; ``batch_size`` is per rank. A map-style dataset that comes with
@@ -152,10 +149,7 @@ class DataLoader(CountedLoader[T_co]):
         )
         self.source = source_of(self.sampler, batch_sampler)
         key_rank = place.rank if deals else current_rank() if sharded or self.source is None else self.source.rank
-        self._key = mix(torch.initial_seed() if generator is None else generator.initial_seed(), seed, key_rank)
-        self._has_own_generator = generator is None
-        if self._has_own_generator:
-            self.generator.manual_seed(self._key)
+        self._seed(seed, key_rank, generator)
         if is_stream:
             self.source = ShardedStream(
                 cast(IterableDataset[T_co], dataset),
@@ -188,10 +182,6 @@ class DataLoader(CountedLoader[T_co]):
             current = source.begin_pass(counts_samples=step is not None)
             if source.shuffle:
                 warn_of_looks(source.progress.num_looks)
-        key = mix(self._key, current.epoch)
-        if self._has_own_generator:
-            # By epoch, and not one draw after another: a look at the data on one rank shifts nothing.
-            self.generator.manual_seed(key)
         if self._watch is not None:
             self._watch.begin(self._dealt(current))
         num_left = None
@@ -204,7 +194,7 @@ class DataLoader(CountedLoader[T_co]):
             samples_a_step=step or 0,
             num_batches=num_left,
             length=source.exact_length,
-            key=key if self.num_workers == 0 and step is not None and self._rows() is None else None,
+            key=self._seed_pass(current.epoch),
         )
 
     def __len__(self) -> int:
@@ -234,35 +224,6 @@ class DataLoader(CountedLoader[T_co]):
         for part in {id(part): part for part in parts}.values():
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-
-    @property
-    def _index_sampler(self) -> Any:
-        """What torch's iterators draw from: batches or indices, each with the seed of the worker that will load it."""
-        items = super()._index_sampler
-        step = self._samples_a_step()
-        if self.num_workers == 0 or step is None or not isinstance(self.source, DistributedSampler):
-            return items
-        return SeededItems(items, self._key, self.source.progress, step)
-
-    def _get_iterator(self) -> Any:
-        # torch's iterators take everything from the loader that they are given; the user's keeps what it had.
-        twin = copy.copy(self)
-        if isinstance(self.source, ShardedStream):
-            loaded: Any = self.source
-            collate_fn: Any = CollateStamped(self.collate_fn, is_batched=self._auto_collation)
-        else:
-            loaded, collate_fn = self._rows(), as_it_is
-        if loaded is not None:
-            init = InitWorker(self.worker_init_fn)
-            vars(twin).update(dataset=loaded, collate_fn=collate_fn, worker_init_fn=init)
-        if self.source is not None and not self._has_own_generator:
-            # Drawn as torch draws it; but it may be drawn alike on all ranks, and their workers are to differ.
-            drawn = int(torch.empty((), dtype=torch.int64).random_(generator=self.generator))
-            vars(twin).update(generator=torch.Generator().manual_seed(mix(drawn, self._key)))
-        return super(DataLoader, twin)._get_iterator()
-
-    def _rows(self) -> Rows | None:
-        return rows_of(self.dataset, self.collate_fn) if self._auto_collation else None
 
     def _dealt(self, current: Pass) -> dict[str, Any] | None:
         """What decides which samples a rank gets, to be compared between ranks; None unless all of the world share."""

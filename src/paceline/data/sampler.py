@@ -4,7 +4,6 @@ The invariant: position p of an epoch holds the same sample whatever the number 
 positions r, r + N, r + 2N, ... So a step sees the same global batch on one rank or on many.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -13,20 +12,20 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-import torch.utils.data.distributed
 from torch.utils.data import Dataset, Sampler
 
 from paceline.data.digests import digest_of_subset
 from paceline.data.order import UNKNOWN, Computed, Drawn
+from paceline.data.paced import PacedSampler
 from paceline.data.permutation import SIZE_LIMIT
-from paceline.data.progress import Pass, Progress, check_state
+from paceline.data.progress import Pass, Progress
 from paceline.data.ranks import as_integer, find_place
 from paceline.data.shares import Portion, Shares, Tail, equal_shares
 from paceline.data.wrapping import generators_of, is_sampler, is_sharded, length_of, set_epoch_of, words_of
 from paceline.errors import DataError
 
 
-class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
+class DistributedSampler(PacedSampler):
     """torch's DistributedSampler in constant memory, with epochs that advance by themselves and a state to resume from.
 
     Sharding, padding and ``drop_last`` are torch's to the index; the shuffled order is our own, and depends on the
@@ -98,8 +97,6 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.drop_last = drop_last
         self.padding = padding
         self.progress = Progress()
-        self._paced_by_loader = False
-        self._drawn_by: Pass | None = None
         self._generators = generators_of(dataset) if self.wrapped is not None else []
         self.deal(equal_shares(num_replicas))
 
@@ -112,14 +109,6 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
     def exact_length(self) -> int | None:
         """The same, but None also where a wrapped sampler tells it, which may be a guess."""
         return self._length if self.wrapped is None else None
-
-    @property
-    def epoch(self) -> int:
-        return self.progress.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass.
@@ -149,36 +138,6 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
             raise TypeError(f"{type(self.dataset).__name__}, which this sampler wraps, has no length")
         return self.num_samples
 
-    def set_epoch(self, epoch: int) -> None:
-        """Use ``epoch`` for the next pass; passes after it go on from there.
-
-        After ``load_state_dict``, the epoch that was loaded goes on where it stood, and any other begins at its start.
-
-        Args:
-            epoch: any integer; the same on all ranks.
-        """
-        self.progress.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the run is: the epoch, and how many samples of it all ranks together have consumed.
-
-        Consumed is what has been taken from the sampler, or from the loader of ours that draws from it; torch's loader
-        takes ahead for its workers. The ranks are taken to keep pace, so any rank's state is good for all.
-        """
-        epoch, consumed, _ = self.progress.place()
-        return {"epoch": epoch, "consumed": consumed, **self._order_in_words()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a state was taken, on any number of ranks, with exactly the samples not yet consumed.
-
-        Args:
-            state: from ``state_dict`` of a sampler of the same dataset, seed and shuffle; the same on all ranks.
-        Raises:
-            DataError: it is not; or it is no such state.
-        """
-        epoch, consumed = check_state(state, self._order_in_words(), "sampler")
-        self.progress.move(epoch, consumed)
-
     def deal(self, shares: Shares, *, drop_last: bool | None = None) -> None:
         """Take another share of every round, from the next pass on: what batches of unequal size are made of.
 
@@ -190,32 +149,6 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         self.shares = shares
         self.drop_last = self.drop_last if drop_last is None else drop_last
         self._measure()
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Within, iterating only reads the epoch in use."""
-        before = self._paced_by_loader, self._drawn_by
-        self._paced_by_loader, self._drawn_by = True, None
-        try:
-            yield
-        finally:
-            self._paced_by_loader, self._drawn_by = before
-
-    def begin_pass(self, *, counts_samples: bool = True) -> Pass:
-        """Begin a pass for a loader that decides itself when it counts; the loader then iterates over the sampler.
-
-        From the first call on, iterating over the sampler only reads the epoch in use and never advances it.
-
-        Args:
-            counts_samples: whether the loader tells what is consumed. If not, it is what is drawn from the sampler.
-        Raises:
-            DataError: as iterating does.
-        """
-        self._check_unchanged()
-        self._paced_by_loader = True
-        current = self._begin()
-        self._drawn_by = None if counts_samples else current
-        return current
 
     def portion_of(self, rank: int, start: int = 0) -> Portion:
         """What a rank takes of an epoch from the position ``start`` on."""
@@ -246,7 +179,7 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         current.is_counted = current.is_ended = True
 
     def _begin(self) -> Pass:
-        current = self.progress.begin()
+        current = super()._begin()
         if self.wrapped is not None:
             # Batch samplers may have another number of batches in each epoch.
             set_epoch_of(self.wrapped, current.epoch)
@@ -274,7 +207,6 @@ class DistributedSampler(torch.utils.data.distributed.DistributedSampler[Any]):
         return portion if self.wrapped is None else dataclasses.replace(portion, length=UNKNOWN)
 
     def _order_in_words(self) -> dict[str, Any]:
-        """What another sampler must have in common for its order to be the same."""
         if self.wrapped is not None:
             return {"wraps": words_of(self.wrapped), "seed": self.seed}
         subset = digest_of_subset(self.dataset)
