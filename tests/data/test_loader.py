@@ -97,6 +97,14 @@ def test_tensors_are_read_a_batch_at_a_time_with_torchs_result(num_workers):
                 assert our_part.is_contiguous()
 
 
+def test_tensors_may_be_indexed_by_whatever_torch_takes():
+    dataset, batches = TensorDataset(torch.arange(12).reshape(4, 3)), [[torch.tensor(1), 3], [(1, 2), (3, 0)], [True]]
+    for ours, torchs in zip(
+        DataLoader(dataset, batch_sampler=batches), TorchDataLoader(dataset, batch_sampler=batches), strict=True
+    ):
+        torch.testing.assert_close(ours, torchs, rtol=0, atol=0)
+
+
 def test_what_a_user_has_made_of_tensors_is_read_sample_by_sample():
     class Doubled(TensorDataset):
         def __getitem__(self, index):

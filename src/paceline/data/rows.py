@@ -27,10 +27,13 @@ class Rows(Dataset[Any]):
             dataset = dataset.dataset
         self._whole: TensorDataset = dataset
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        inner = indices
         for subset in self._subsets:
-            indices = [subset.indices[index] for index in indices]
-        rows = torch.tensor(indices)
+            inner = [subset.indices[index] for index in inner]
+        rows = torch.tensor(inner)
+        if rows.dim() != 1 or rows.dtype != torch.int64:  # whatever else can index a tensor
+            return default_collate([self.dataset[index] for index in indices])
         return [tensor[rows] for tensor in self._whole.tensors]
 
 

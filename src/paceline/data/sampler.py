@@ -5,6 +5,7 @@ positions r, r + N, r + 2N, ... So a step sees the same global batch on one rank
 """
 
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sized
@@ -209,9 +210,13 @@ class DistributedSampler(PacedSampler):
     def _order_in_words(self) -> dict[str, Any]:
         if self.wrapped is not None:
             return {"wraps": words_of(self.wrapped), "seed": self.seed}
-        subset = digest_of_subset(self.dataset)
-        chosen = {} if subset is None else {"subset": subset.hex()[:16]}
+        chosen = {} if self._subset is None else {"subset": self._subset}
         return {"length": self._length, "seed": self.seed, "shuffle": bool(self.shuffle), **chosen}
+
+    @functools.cached_property
+    def _subset(self) -> str | None:
+        digest = digest_of_subset(self.dataset)
+        return None if digest is None else digest.hex()[:16]
 
     def _check_unchanged(self) -> None:
         length = self._length if self.wrapped is not None else len(cast(Sized, self.dataset))
