@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py [--rounds 16] [--microbatches 4 8]  # a thread for each stage
     OMP_NUM_THREADS=1 paceline run -n 2 benchmarks/pipeline.py              # a rank for each stage
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --asleep [--rounds 8]   # both ways, too
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --bytes [--stages 4]
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --draw docs/figures
 
@@ -17,6 +18,9 @@ fastest; "from - to" are the least and the most of "measured" there. "speed" is 
 thread, with gradients accumulated over the same microbatches, over that of the pipeline, both the median of their
 fastest quarter: at best p times what theory leaves. All takes two minutes on a machine where nothing else runs.
 
+Asleep: the same with stages that only sleep, 20 ms in forward and 40 in backward. They need no core, and take their
+time whatever else the machine does, so what is measured beyond the theory is the runner's. There is no "speed".
+
 Bytes: the most that each stage keeps from forward to backward, by ``Pipeline.measure_bytes``, in microbatches' worth.
 
 The last results, with their machine, are in docs/performance.md.
@@ -27,6 +31,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +42,27 @@ from paceline.pipeline import Action, draw, make_schedule
 from paceline.pipeline.clock import Placed, bubble_fraction, place
 
 WIDTH, ROWS = 768, 320
+
+
+class Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.04)
+        return grad.clone()
+
+
+class Sleeper(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x * self.weight)
 
 
 class Entry(nn.Module):
@@ -77,16 +103,16 @@ def priced(pipeline: paceline.Pipeline, times: list[Placed]) -> float:
     return bubble_fraction(place(pipeline.schedule(), duration), num_lanes=2)
 
 
-def show_waits(rounds: int, counts: list[int]) -> None:
+def show_waits(rounds: int, counts: list[int], make: Callable[[int], list[nn.Module]]) -> None:
     is_over_ranks = dist.is_initialized() and dist.get_world_size() > 1
     lanes = {"ranks": [0, 1]} if is_over_ranks else {"devices": ["cpu", "cpu"]}
     speaks = not is_over_ranks or dist.get_rank() == 0
     if speaks:
         print(f"{'':24}{'measured':>10}{'from - to':>16}{'equal':>9}{'priced':>9}{'speed':>8}")
-    alone = {count: seconds_alone(count, rounds // 4) if speaks else 0.0 for count in counts}
+    alone = {count: seconds_alone(count, rounds // 4) for count in counts} if speaks and make is stages_of else {}
     for name in ("gpipe", "1f1b"):
         for count in counts:
-            pipeline = paceline.Pipeline(stages_of(2), microbatches=count, schedule=name, loss=mean, **lanes)
+            pipeline = paceline.Pipeline(make(2), microbatches=count, schedule=name, loss=mean, **lanes)
             x = torch.randn(count * ROWS, WIDTH)
             steps = []
             for _ in range(rounds):
@@ -99,9 +125,10 @@ def show_waits(rounds: int, counts: list[int]) -> None:
             if speaks:
                 row = f"{name}, {count} microbatches"
                 span = f"{min(bubbles):.1%} - {max(bubbles):.1%}"
+                speed = f"{alone[count] / statistics.median(times):.2f}" if alone else ""
                 print(
                     f"{row:24}{statistics.median(bubbles):10.1%}{span:>16}{1 / (count + 1):9.1%}"
-                    f"{statistics.median(prices):9.1%}{alone[count] / statistics.median(times):8.2f}",
+                    f"{statistics.median(prices):9.1%}{speed:>8}",
                     flush=True,
                 )
 
@@ -145,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--asleep", action="store_true")
     parser.add_argument("--bytes", action="store_true")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--draw", type=pathlib.Path)
@@ -155,7 +183,8 @@ def main() -> None:
         draw_all(arguments.draw)
     else:
         with paceline.init():
-            show_waits(arguments.rounds, arguments.microbatches)
+            make = (lambda num_stages: [Sleeper() for _ in range(num_stages)]) if arguments.asleep else stages_of
+            show_waits(arguments.rounds, arguments.microbatches, make)
 
 
 if __name__ == "__main__":
