@@ -33,7 +33,7 @@ class Rows(Dataset[Any]):
             inner = [subset.indices[index] for index in inner]
         rows = torch.tensor(inner)
         if rows.dim() != 1 or rows.dtype != torch.int64:  # whatever else can index a tensor
-            return default_collate([self.dataset[index] for index in indices])
+            return default_collate([self.dataset[index] for index in indices])  # type: ignore[no-untyped-call]
         return [tensor[rows] for tensor in self._whole.tensors]
 
 
