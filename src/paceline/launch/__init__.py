@@ -8,3 +8,5 @@ one command, the *conductor* (``conductor``), has an *agent* (``agent``) on each
 
 The invariant: nothing survives the launcher, and the first failure is what it says last.
 """
+
+__all__: list[str] = []  # each is imported from where it is: a command must not wait for what it does not use
