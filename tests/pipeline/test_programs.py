@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -450,6 +451,10 @@ def drops_layers(_model, block, x):
     return x if random.random() < 0.5 else block(x)
 
 
+def jitters(_model, block, x):
+    return block(x) * numpy.random.rand()
+
+
 def freezes(_model, block, x):
     with torch.no_grad():
         return block(x)
@@ -479,6 +484,7 @@ def remembers(model, block, x):
     [
         (adds_noise, "it draws random numbers that depend on no argument"),
         (drops_layers, "it draws random numbers that depend on no argument"),
+        (jitters, "it draws random numbers that depend on no argument"),
         (freezes, "it computes under no_grad, another autocast, or checkpoint"),
         (casts, "it computes under no_grad, another autocast, or checkpoint"),
         (checkpoints, "it computes under no_grad, another autocast, or checkpoint"),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 from torch.nn import Module
@@ -183,14 +184,16 @@ def _without_effects(modules: Sequence[Module]) -> Iterator[None]:
     contents = [
         {name: copy.copy(value) for name, value in held.items() if isinstance(value, list)} for held in attributes
     ]
-    torchs, pythons = torch.get_rng_state(), random.getstate()
+    torchs, pythons, numpys = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    drawn = _fingerprint()
     changed: set[str] = set()
     try:
         yield
     finally:
-        has_drawn = not torch.equal(torch.get_rng_state(), torchs) or random.getstate() != pythons
+        has_drawn = _fingerprint() != drawn
         torch.set_rng_state(torchs)
         random.setstate(pythons)
+        numpy.random.set_state(numpys)
         for module, before, lists in zip(modules, attributes, contents, strict=True):
             now = _attributes_of(module)
             for name in now.keys() - before.keys():
@@ -206,6 +209,12 @@ def _without_effects(modules: Sequence[Module]) -> Iterator[None]:
         raise PlanError("it draws random numbers that depend on no argument. Have a block do so")
     if changed:
         raise PlanError(f"it sets {', '.join(f'self.{name}' for name in sorted(changed))}. Have a block do so")
+
+
+def _fingerprint() -> tuple[Any, ...]:
+    """Of the random states."""
+    _, numbers, *rest = numpy.random.get_state(legacy=True)
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy.asarray(numbers).tobytes(), rest
 
 
 def _attributes_of(module: Module) -> dict[str, Any]:
