@@ -116,3 +116,13 @@ def test_torchmetrics_sync_over_our_groups():
         return accuracy.compute().item()
 
     assert run_ranks(2, measure, timeout_s=60) == pytest.approx([0.4, 0.4])
+
+
+@pytest.mark.cuda
+def test_guesses_on_a_gpu_are_counted_against_targets_on_the_cpu():
+    scores, targets = torch.tensor([[0.1, 0.9], [0.8, 0.2]], device="cuda"), torch.tensor([1, 1])
+    accuracy, counts = Accuracy(), ConfusionCounts(2)
+    accuracy.update(scores, targets)
+    counts.update(scores, targets)
+    assert accuracy.compute() == 0.5
+    assert counts.compute().tolist() == [[0, 0], [1, 1]]

@@ -124,7 +124,7 @@ class Accuracy:
 
     def update(self, guesses: Tensor, targets: Tensor) -> None:
         """Add samples; as for ``ConfusionCounts``."""
-        guesses = _as_guesses(guesses, targets)
+        guesses, targets = _as_guesses(guesses, targets).cpu(), targets.cpu()
         is_counted = targets >= 0
         self._num_right += int(((guesses == targets) & is_counted).sum())
         self._num_samples += int(is_counted.sum())
