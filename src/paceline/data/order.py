@@ -63,7 +63,7 @@ class Drawn:
 
     def chunks(self, portion: Portion) -> Iterator[Sequence[Any]]:
         half = portion.num_samples // 2
-        parts, size, given = self.rounds(portion), _FIRST_CHUNK, 0
+        parts, size, given = self.rounds(portion, max(_FIRST_CHUNK // portion.width, 1)), _FIRST_CHUNK, 0
         while True:
             own: list[Any] = []
             with self.randomness:
@@ -77,23 +77,24 @@ class Drawn:
             yield from filter(None, (own[:middle], own[middle:]))
             given, size = given + len(own), min(size * _CHUNK_GROWTH, _LAST_CHUNK)
 
-    def rounds(self, portion: Portion) -> Iterator[list[Any]]:
-        """What is the rank's own of each round; to be read within ``randomness``. Reads no further than it is asked."""
+    def rounds(self, portion: Portion, at_once: int = 1) -> Iterator[list[Any]]:
+        """What is the rank's own of so many rounds at once; to be read within ``randomness``.
+
+        Reads no further than it is asked.
+        """
         period = portion.shares.total
         items = self._items()
         opening: list[Any] = []
         for item in itertools.islice(items, portion.start):
             if len(opening) < period:
                 opening.append(item)
-        while dealt := list(itertools.islice(items, period)):
+        while dealt := list(itertools.islice(items, period * at_once)):
             opening += dealt[: period - len(opening)]
-            missing = period - len(dealt)
-            if missing and portion.tail == "pad":
-                dealt += itertools.islice(itertools.cycle(opening), missing)
-            if not missing or portion.tail != "drop":
-                first, count = portion.shares.span(portion.rank, len(dealt))
-                yield dealt[first : first + count]
-            if missing:
+            is_end = len(dealt) < period * at_once
+            if portion.tail == "pad":
+                dealt += itertools.islice(itertools.cycle(opening), -len(dealt) % period)
+            yield portion.own_of(dealt)
+            if is_end:
                 return
 
     def _items(self) -> Iterator[Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -137,6 +137,11 @@ class Portion:
         )
 
     @property
+    def width(self) -> int:
+        """How many positions of a full round the rank takes."""
+        return self._full[1]
+
+    @property
     def num_samples(self) -> int:
         """How many positions the rank takes."""
         return self._num_full * self._full[1] + self._last[1]
@@ -160,6 +165,19 @@ class Portion:
         if positions.size and positions[-1] >= self.length:
             positions %= self.length  # padding wraps round, as often as it must
         return positions
+
+    def own_of(self, dealt: Sequence[Any]) -> list[Any]:
+        """The rank's part of what was dealt in some rounds, of which only the last may not be full."""
+        period, (first, width) = self.shares.total, self._full
+        full = len(dealt) // period * period
+        if width == 1:
+            own = [*dealt[first:full:period]]
+        else:
+            own = [item for start in range(first, full, period) for item in dealt[start : start + width]]
+        if full < len(dealt) and self.tail == "keep":
+            start, count = self.shares.span(self.rank, len(dealt) - full)
+            own += dealt[full + start : full + start + count]
+        return own
 
     def consumed_after(self, num_taken: int) -> int:
         """How much of the epoch is consumed once this rank has taken that many, and the others have kept pace."""

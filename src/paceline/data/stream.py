@@ -145,12 +145,12 @@ class ShardedStream(IterableDataset[Any]):
         order = Drawn(opened, [], seed=mix(self.seed, start - skipped), epoch=epoch)
         with order.randomness:
             self._enter(epoch, self.progress.snapshot if has_snapshot else None)
-        rounds = order.rounds(Portion(self.shares, self.rank, skipped, UNKNOWN, self._tail))
+        portion = Portion(self.shares, self.rank, skipped, UNKNOWN, self._tail)
+        rounds = order.rounds(portion, self._rounds_a_batch)
         key = mix(self.key, epoch)
         for number in itertools.count():
             with order.randomness, _as_if_alone():
-                parts = list(itertools.islice(rounds, self._rounds_a_batch))
-                block = [sample for part in parts for sample in part]
+                block = next(rounds, [])
                 is_own = number % num_workers == worker
                 # At its end a stream's state may be that of its start again.
                 has_place = is_own and self._has_state and not opened.is_through
