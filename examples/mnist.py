@@ -73,7 +73,7 @@ def train(_, args):
             model.eval()
             with torch.no_grad():
                 for x, y in test_loader:
-                    accuracy.update(model(x.to(world.device)), y.to(world.device))
+                    accuracy.update(model(x.to(world.device)), y)
             loss, right = mean_loss.compute(), accuracy.compute()  # over all ranks, so all ranks call it
             world.print(f"epoch {epoch}: loss {loss:.4f}, {right:.2%} of {len(test_set)} test images right")
             if curves:
