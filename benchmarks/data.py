@@ -13,29 +13,29 @@ turns: the medians, and the median of the ratios of rounds. `in lists` takes 64 
 are a `TensorDataset`, which paceline reads a batch at a time. The memory-mapped set is read sample by sample by both.
 
 Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13.0+cpu, OMP_NUM_THREADS=1). Other processes kept
-the cores busy, load 10 to 14: of the times only the ratios of what ran in turns mean much.
+the cores busy, load 6: of the times only the ratios of what ran in turns mean much.
 
        samples             first index     memory  one by one  whole pass  in batches
-       1000000  torch        162.43 ms     46 MiB       53 ns     1353 ns           -
-       1000000  paceline       0.25 ms      2 MiB       66 ns       67 ns        6 ns
-       8000000  torch       1565.54 ms    367 MiB       49 ns     1614 ns           -
-       8000000  paceline       0.25 ms      2 MiB       67 ns       67 ns        9 ns
-     100000000  torch      29404.50 ms   4589 MiB       56 ns           -           -
-     100000000  paceline       0.24 ms      2 MiB       86 ns           -       12 ns
-    1000000000  paceline       0.16 ms      2 MiB       83 ns           -       13 ns
- 1000000000000  paceline      10.29 ms      2 MiB      114 ns           -       33 ns
+       1000000  torch         51.80 ms     46 MiB       22 ns      437 ns           -
+       1000000  paceline       0.21 ms      2 MiB       36 ns       38 ns        4 ns
+       8000000  torch        584.96 ms    367 MiB       21 ns      606 ns           -
+       8000000  paceline       0.25 ms      2 MiB       26 ns       26 ns        4 ns
+     100000000  torch      10840.36 ms   4589 MiB       18 ns           -           -
+     100000000  paceline       0.22 ms      3 MiB       40 ns           -        7 ns
+    1000000000  paceline       0.15 ms      2 MiB       35 ns           -        5 ns
+ 1000000000000  paceline       0.23 ms      2 MiB       48 ns           -       18 ns
 
        samples                   torch  paceline   ratio
-       1000000  one by one      189 ns     56 ns    0.26
-       1000000  in lists        211 ns     87 ns    0.41
-       8000000  one by one      205 ns     68 ns    0.32
-       8000000  in lists        195 ns     76 ns    0.37
+       1000000  one by one       83 ns     38 ns    0.53
+       1000000  in lists         55 ns     29 ns    0.55
+       8000000  one by one       86 ns     32 ns    0.38
+       8000000  in lists         95 ns     37 ns    0.40
 
                                              torch        paceline   ratio
-digits, no workers                      87,976 /s      522,399 /s    5.60
-digits, 1 worker                        14,295 /s       18,492 /s    1.12
-1 GB memory-mapped, no workers          72,666 /s       62,802 /s    0.91
-1 GB memory-mapped, 1 worker            19,014 /s       21,949 /s    1.22
+digits, no workers                     198,313 /s    1,104,851 /s    5.79
+digits, 1 worker                        32,161 /s       38,340 /s    1.28
+1 GB memory-mapped, no workers         195,480 /s      221,992 /s    0.96
+1 GB memory-mapped, 1 worker            56,009 /s       51,491 /s    1.00
 """
 
 import itertools
