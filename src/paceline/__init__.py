@@ -38,7 +38,7 @@ _HOME_OF = {
     "spawn": "paceline.launch.spawning.spawn",
 }
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BatchSampler",
