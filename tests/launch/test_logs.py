@@ -9,7 +9,7 @@ from paceline.launch.loop import Loop
 from paceline.launch.output.files import LogFile
 from paceline.launch.output.forwarding import Channel, Forwarder
 from paceline.launch.spec.logs import LogSpec, parse_filters, parse_ranks, parse_streams
-from support.commands import paceline_run, write_script
+from support.commands import in_the_end, paceline_run, write_script
 
 BOTH = frozenset({"stdout", "stderr"})
 
@@ -98,7 +98,7 @@ def test_a_failure_says_where_the_logs_are(tmp_path):
     script = write_script(tmp_path, "raise ValueError('boom')")
     ran = paceline_run("--log-dir", str(tmp_path / "logs"), script)
     (run,) = os.listdir(tmp_path / "logs")
-    assert ran.stderr.startswith(
+    assert in_the_end(ran.stderr).startswith(
         f"paceline: what the ranks said is in {tmp_path / 'logs' / run}\npaceline: rank 0 failed"
     )
 

@@ -68,7 +68,7 @@ def test_the_first_traceback_comes_last_as_python_prints_it(tmp_path):
     )
     ran = paceline_run("-n", "3", script, timeout_s=30)
     assert ran.returncode == 1
-    head, _, traceback = ran.stderr.partition("paceline: rank 1 failed first, exit code 1:\n")
+    head, _, traceback = in_the_end(ran.stderr).partition("paceline: rank 1 failed first, exit code 1:\n")
     assert head == "paceline: ranks 0, 2 stopped by the launcher (collateral)\n"
     assert "boom \u00e9 \\udc80" in traceback
     assert traceback == run_command([sys.executable, script], env={"RANK": "1"}).stderr
@@ -141,7 +141,7 @@ def test_a_failure_that_cannot_be_reported_is_printed_by_the_rank(tmp_path):
     ran = paceline_run(script)
     assert ran.returncode == 1
     expected = run_command([sys.executable, script]).stderr
-    assert ran.stderr == expected + "paceline: rank 0 failed first, exit code 1\n"
+    assert in_the_end(ran.stderr) == expected + "paceline: rank 0 failed first, exit code 1\n"
 
 
 def test_a_forked_child_does_not_speak_for_its_rank(tmp_path):
@@ -397,7 +397,7 @@ def test_a_trace_of_torchs_own_hook_does_not_bury_the_first(tmp_path):
     ran = paceline_run("-n", "2", script)
     assert ran.returncode == 1
     assert ran.stdout == ""
-    collateral, _, traceback = ran.stderr.partition("paceline: rank 1 failed first, exit code 1:\n")
+    collateral, _, traceback = in_the_end(ran.stderr).partition("paceline: rank 1 failed first, exit code 1:\n")
     # Whether rank 0 has noticed before it is stopped depends on how soon rank 1's connections close.
     noticed = r"failed too \(collateral\), exit code 1: .*|stopped by the launcher \(collateral\)"
     assert re.fullmatch(rf"paceline: rank 0 ({noticed})\n", collateral)
