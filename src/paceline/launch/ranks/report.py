@@ -85,7 +85,8 @@ def _file_behind(fd: int) -> tuple[int, int]:
 
 
 def _summarize(error: BaseException) -> str:
-    """The last line that python would print, were the message one line."""
+    """The last line that python would print, were the message one line; no colon leads to what is left out."""
     lines = traceback.format_exception_only(type(error), error)
     kind = type(error).__name__
-    return next((line for line in lines if line.partition(":")[0].endswith(kind)), kind).partition("\n")[0].strip()
+    line = next((line for line in lines if line.partition(":")[0].endswith(kind)), kind).partition("\n")[0]
+    return line.strip().removesuffix(":")
