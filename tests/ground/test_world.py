@@ -101,17 +101,17 @@ def test_a_world_of_one_may_meet_at_a_file(tmp_path):
         (
             {"world_size": 2},
             "init(init_method='env://', world_size=2) needs rank too, and no launcher has set it. Pass init(..., "
-            "rank=r, world_size=n).",
+            "rank=r, world_size=n); or start the script with `paceline run`, which sets both.",
         ),
         (
             {"rank": 0, "init_method": "tcp://h:1"},
             "init(init_method='tcp://h:1', rank=0) needs world_size too, and no launcher has set it. Pass init(..., "
-            "rank=r, world_size=n).",
+            "rank=r, world_size=n); or start the script with `paceline run`, which sets both.",
         ),
         (
             {"init_method": "file:///tmp/f"},
             "init(init_method='file:///tmp/f') needs rank too, and no launcher has set it. Pass init(..., rank=r, "
-            "world_size=n).",
+            "world_size=n); or start the script with `paceline run`, which sets both.",
         ),
     ],
 )

@@ -27,7 +27,8 @@ def placed(method: Method, world_size: int | None, rank: int | None) -> Placemen
             if name not in given:
                 raise WorldError(
                     f"init(init_method={method.text!r}{''.join(f', {k}={v}' for k, v in given.items())}) needs {name} "
-                    "too, and no launcher has set it. Pass init(..., rank=r, world_size=n)."
+                    "too, and no launcher has set it. Pass init(..., rank=r, world_size=n); or start the script with "
+                    "`paceline run`, which sets both."
                 )
     if given.items() <= vars(placement).items():
         return placement
