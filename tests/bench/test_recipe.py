@@ -128,6 +128,8 @@ def test_a_name_that_is_none_is_refused_with_what_may_be_meant(tmp_path, monkeyp
 def test_a_module_that_cannot_be_imported_is_named_with_the_line(tmp_path):
     said = refusal(tmp_path, "1 / 0\n")
     assert said == "train.py cannot be imported: ZeroDivisionError: division by zero (train.py, line 3)"
+    said = refusal(tmp_path, "def make(:\n")
+    assert said == "train.py cannot be imported: SyntaxError: invalid syntax (train.py, line 3)"
     with pytest.raises(BenchError, match=r"^--model no_such:make: no_such cannot be imported: ModuleNotFoundError: "):
         Recipe("no_such:make").make(CPU)
 

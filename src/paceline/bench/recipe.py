@@ -238,5 +238,7 @@ def _look_in(folder: str) -> None:
 
 def _spell(error: Exception) -> str:
     """The error, and the last line of its own that led to it."""
+    if isinstance(error, SyntaxError):  # says its own place; the line that led to it is of Python's import
+        return f"{type(error).__name__}: {error}"
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({place.filename}, line {place.lineno})"
