@@ -123,4 +123,4 @@ class TimelineError(PacelineError, ValueError):
 
 
 class BenchError(PacelineError, ValueError):
-    """A bench was asked for that cannot be run, or what it is to measure is no model and batch; or a file holds none."""
+    """A bench cannot be run as asked, what it is to measure is no model and batch, or a file holds no bench."""
