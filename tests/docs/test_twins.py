@@ -48,6 +48,16 @@ def test_a_page_and_its_twin_have_the_same_headings_blocks_tables_and_links(path
     assert targets_of(page) == targets_of(other)
 
 
+@pytest.mark.parametrize(("path", "twin"), PAIRS, ids=[path.name for path, _ in PAIRS])
+def test_a_page_and_its_twin_have_the_same_figures(path, twin):
+    assert figures_of(read_page(path)) == figures_of(read_page(twin))
+
+
+def figures_of(page):
+    """Numbers with a decimal point; small whole ones may be words in one language."""
+    return sorted(re.findall(r"\d+\.\d+", page.prose))
+
+
 def essence(block):
     """Code without its comments; ``...`` for what is only there to be read."""
     if block.language == "python" and not block.text.startswith(">>> "):
