@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
-    """Fail a test that leaves a process, a thread, an environment variable or shared memory."""
+    """Fail a test that leaves a process, a thread, an environment variable, shared memory or a process group."""
     before = _belongings()
     yield
     deadline = time.monotonic() + 5.0
@@ -53,6 +53,7 @@ def _belongings() -> dict[str, set[str]]:
         "threads": {thread.name for thread in threading.enumerate()},
         "environment": {f"{name}={value}" for name, value in own.items()},
         "shared memory": set(_own_files(pathlib.Path("/dev/shm"))),
+        "process groups": {"torch's default one"} if torch.distributed.is_initialized() else set(),
     }
 
 

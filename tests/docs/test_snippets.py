@@ -84,6 +84,8 @@ def test_the_python_of_the_page_runs(name, tmp_path, monkeypatch):
         namespace.clear()
         gc.collect()  # loaders with workers, wrappers
         paceline.shutdown()
+        if torch.distributed.is_initialized():  # by torch's own call
+            torch.distributed.destroy_process_group()
         torch.set_rng_state(state)
         os.environ.clear()
         os.environ.update(environment)
