@@ -273,6 +273,23 @@ def test_a_signal_that_comes_when_others_have_stopped_this_rank_already_does_not
     ]
 
 
+def told_while_it_gives_back(rank, world_size, directory):
+    """The handler is still in force, since another thread gives back, and the signal comes after that."""
+    world = paceline.init(device="cpu")
+    world.should_stop()
+    world.request_stop()
+    signals = world._stopping._signals
+    thread = threading.Thread(target=signals.give_back, kwargs={"more_to_come": True})
+    thread.start()
+    thread.join()
+    signal.raise_signal(signal.SIGUSR1)
+    paceline.shutdown()
+
+
+def test_a_signal_that_is_expected_does_not_kill_a_rank_that_is_just_giving_back():
+    run_ranks(1, told_while_it_gives_back, join=False)
+
+
 def handler_of_its_own_afterwards(rank, world_size, directory):
     came = []
     with paceline.init(device="cpu") as world:

@@ -36,6 +36,7 @@ class Signals:
         self.came: signal.Signals | None = None
         self._was_told_to_end = False  # by SIGTERM, which may come once without doing what it would have done
         self._is_over = False
+        self._more_to_come = False
         self._before: dict[int, Any] = {}
         for signum in _HEEDED:
             before = signal.getsignal(signum)
@@ -53,6 +54,7 @@ class Signals:
                 and must not kill it: where nobody handled it, it is ignored to the end, as only SIG_IGN outlives
                 Python's own end.
         """
+        self._more_to_come = more_to_come  # first: it may come between any two of these lines
         self._is_over = True
         if self in _in_force:
             _in_force.remove(self)
@@ -77,7 +79,8 @@ class Signals:
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # It may have interrupted anything, so it takes no lock and talks to nobody.
         before = self._before[signum]
-        hands_on = self._is_over or (signum == signal.SIGTERM and self._was_told_to_end)
+        is_late = self._more_to_come and signum == signal.SIGUSR1
+        hands_on = (self._is_over and not is_late) or (signum == signal.SIGTERM and self._was_told_to_end)
         if not self._is_over:
             self.came = signal.Signals(signum)
             self._was_told_to_end |= signum == signal.SIGTERM
