@@ -432,6 +432,23 @@ def test_ctrl_c_ends_the_ranks_and_is_the_parents(interrupt, tmp_path):
     assert parent.exitcode == 0
 
 
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_ctrl_c_while_a_process_starts_waits_for_that_process_too(monkeypatch, tmp_path, method):
+    """As if typed when the first one is born, and its parent has not come back from that."""
+    start = multiprocessing.process.BaseProcess.start
+
+    def interrupted(process):
+        start(process)
+        said(tmp_path, 1)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        paceline.spawn(stay, (tmp_path,), 2, start_method=method)
+    assert all_gone(said(tmp_path, 1))
+    assert not multiprocessing.active_children()
+
+
 BEING_IMPORTED = """
 import os, pathlib, sys, time
 here = pathlib.Path(__file__).parent

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -93,15 +94,15 @@ class Ranks(ProcessContext):
         _lifelines[process] = writer
         with reader:
             try:
-                with _interrupts_held_back() if method == "fork" else contextlib.nullcontext():
+                with _interrupts_held_back(method):
                     process.start()
+                    self.processes.append(process)  # from now on ``end`` waits for it
+                    self.sentinels[process.sentinel] = index
+                    self._reports.append(report)
                 spawned.kill_at_hangup(reader, process.pid)
             except BaseException:
                 _let_go(process)
                 raise
-        self.processes.append(process)
-        self.sentinels[process.sentinel] = index
-        self._reports.append(report)
 
     def _note_ends(self, timeout_s: float | None) -> None:
         for sentinel in wait(list(self.sentinels), timeout_s):
@@ -137,13 +138,31 @@ class Ranks(ProcessContext):
 
 
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Python would lose a KeyboardInterrupt that comes while it runs what is registered for a fork."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+def _interrupts_held_back(method: str) -> Iterator[None]:
+    """A KeyboardInterrupt that comes while a process starts comes when it is known that there is one.
+
+    A fork takes the signal's mask along, and undoes it; Python would lose what comes while it runs what is registered
+    for a fork. A fresh process would keep the mask, so for those it is the handler that waits.
+    """
+    if method == "fork":
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        return
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda signum, _: came.append(signum))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _read_report(report: Connection) -> Report | None:
