@@ -12,30 +12,29 @@ turns: the medians, and the median of the ratios of rounds. `in lists` takes 64 
 `loader`: the median of rounds, in each of which both kinds load one epoch, in changing order; rank 0 of 2. The digits
 are a `TensorDataset`, which paceline reads a batch at a time. The memory-mapped set is read sample by sample by both.
 
-Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13.0+cpu, OMP_NUM_THREADS=1). Other processes kept
-the cores busy, load 6: of the times only the ratios of what ran in turns mean much.
+Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13.0+cpu, OMP_NUM_THREADS=1, nothing beside it):
 
        samples             first index     memory  one by one  whole pass  in batches
-       1000000  torch         51.80 ms     46 MiB       22 ns      437 ns           -
-       1000000  paceline       0.21 ms      2 MiB       36 ns       38 ns        4 ns
-       8000000  torch        584.96 ms    367 MiB       21 ns      606 ns           -
-       8000000  paceline       0.25 ms      2 MiB       26 ns       26 ns        4 ns
-     100000000  torch      10840.36 ms   4589 MiB       18 ns           -           -
-     100000000  paceline       0.22 ms      3 MiB       40 ns           -        7 ns
-    1000000000  paceline       0.15 ms      2 MiB       35 ns           -        5 ns
- 1000000000000  paceline       0.23 ms      2 MiB       48 ns           -       18 ns
+       1000000  torch         48.54 ms     46 MiB       15 ns      403 ns           -
+       1000000  paceline       0.16 ms      2 MiB       32 ns       33 ns        4 ns
+       8000000  torch        461.42 ms    367 MiB       18 ns      480 ns           -
+       8000000  paceline       0.24 ms      2 MiB       26 ns       26 ns        4 ns
+     100000000  torch      10681.67 ms   4589 MiB       16 ns           -           -
+     100000000  paceline       0.21 ms      2 MiB       30 ns           -        6 ns
+    1000000000  paceline       0.15 ms      2 MiB       27 ns           -        4 ns
+ 1000000000000  paceline       0.19 ms      2 MiB       30 ns           -       12 ns
 
        samples                   torch  paceline   ratio
-       1000000  one by one       83 ns     38 ns    0.53
-       1000000  in lists         55 ns     29 ns    0.55
-       8000000  one by one       86 ns     32 ns    0.38
-       8000000  in lists         95 ns     37 ns    0.40
+       1000000  one by one       42 ns     25 ns    0.60
+       1000000  in lists         44 ns     27 ns    0.65
+       8000000  one by one       50 ns     22 ns    0.45
+       8000000  in lists         54 ns     26 ns    0.48
 
                                              torch        paceline   ratio
-digits, no workers                     198,313 /s    1,104,851 /s    5.79
-digits, 1 worker                        32,161 /s       38,340 /s    1.28
-1 GB memory-mapped, no workers         195,480 /s      221,992 /s    0.96
-1 GB memory-mapped, 1 worker            56,009 /s       51,491 /s    1.00
+digits, no workers                     321,835 /s    1,802,529 /s    5.62
+digits, 1 worker                        35,753 /s       42,078 /s    1.17
+1 GB memory-mapped, no workers         275,610 /s      276,497 /s    1.00
+1 GB memory-mapped, 1 worker            65,573 /s       62,923 /s    0.95
 """
 
 import itertools
