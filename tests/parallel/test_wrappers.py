@@ -2,12 +2,14 @@
 
 import gc
 import os
+import sys
 import weakref
 
 import pytest
 from torch import nn
 
 from paceline import DistributedDataParallel
+from support.commands import run_command, write_script
 from support.models import TwoLayers, inputs
 from support.ranks import run_ranks
 from support.steps import grads, step
@@ -118,3 +120,28 @@ def wrapped_again(world):
 def test_wrapping_a_model_again_and_again_opens_no_further_connections():
     for counts in run_ranks(2, wrapped_again):
         assert counts == [counts[0]] * 3
+
+
+def test_a_wrapper_may_outlive_its_process_group(tmp_path):
+    # torch's own waits for Gloo's threads with Python's lock in its hands: it rarely lives as many lives as these.
+    path = write_script(
+        tmp_path,
+        """
+        import torch
+        import torch.distributed as dist
+
+        from paceline import DistributedDataParallel
+
+        def live():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            model = DistributedDataParallel(torch.nn.Linear(4, 1))
+            model(torch.ones(2, 4)).sum().backward()
+            dist.all_reduce(torch.ones(4))
+            dist.destroy_process_group()
+
+        for _ in range(200):
+            live()
+        """,
+    )
+    ran = run_command([sys.executable, path], timeout_s=120)
+    assert ran.returncode == 0, ran.stderr

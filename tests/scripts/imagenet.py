@@ -91,6 +91,7 @@ def main_worker(gpu, ngpus_per_node, args):
     if not args.distributed or args.rank == 0:
         print(json.dumps({"loss": losses.avg, "world_size": max(args.world_size, 1)}))
     if args.distributed:
+        del model  # torch's wrapper may wait for ever for a group that it is the last to hold
         dist.destroy_process_group()
 
 

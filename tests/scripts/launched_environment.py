@@ -43,6 +43,7 @@ def main():
     if rank == 0:
         print(json.dumps({"loss": loss.item() / world_size, "world_size": world_size}))
     if distributed:
+        del model  # torch's wrapper may wait for ever for a group that it is the last to hold
         dist.destroy_process_group()
 
 

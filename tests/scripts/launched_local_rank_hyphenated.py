@@ -38,4 +38,5 @@ loss = loss.detach()
 dist.all_reduce(loss)
 if args.local_rank == 0:
     print(json.dumps({"loss": loss.item() / dist.get_world_size(), "world_size": dist.get_world_size()}))
+del model  # torch's wrapper may wait for ever for a group that it is the last to hold
 dist.destroy_process_group()

@@ -70,6 +70,7 @@ def main():
     if args.local_rank != -1:
         world_size = dist.get_world_size()
         dist.all_reduce(loss)
+        del model  # torch's wrapper may wait for ever for a group that it is the last to hold
         dist.destroy_process_group()
     if args.local_rank in [-1, 0]:
         print(json.dumps({"loss": loss.item() / world_size, "world_size": world_size}))

@@ -70,6 +70,7 @@ def main():
     dist.all_reduce(total)
     if rank == 0:
         print(json.dumps({"loss": total.item() / world_size, "world_size": world_size}))
+    del model  # torch's wrapper may wait for ever for a group that it is the last to hold
     dist.destroy_process_group()
 
 

@@ -51,6 +51,7 @@ def train(gpu, args):
     dist.all_reduce(loss)
     if rank == 0:
         print(json.dumps({"loss": loss.item() / args.world_size, "world_size": args.world_size}))
+    del model  # torch's wrapper may wait for ever for a group that it is the last to hold
     dist.destroy_process_group()
 
 
