@@ -133,7 +133,8 @@ def find_writes(masters: Sequence[Master]) -> list[Tensor]:
         rounded = [torch.empty_like(param) for param in params]
         torch._foreach_copy_(rounded, [master.weight for master in chunk])
         torch._foreach_sub_(rounded, params)
-        found.append(torch.stack(torch._foreach_norm(rounded, float("inf"))).amax().reshape(1))
+        torch._foreach_abs_(rounded)
+        found.append(torch.stack(torch._foreach_max(rounded)).amax().reshape(1))  # on CPUs faster than a norm of inf
     return found
 
 
