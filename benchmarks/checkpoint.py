@@ -6,15 +6,14 @@ One process, a state of tensors of 4 MiB. *stop* is how long ``Checkpointer.save
 until the checkpoint is durable. The first asynchronous one also makes the memory that the copies are kept in, so it is
 given by itself. torch.save, which makes nothing durable and has no checksum, is beside them.
 
-Last result (2 cores of a shared x86_64 machine, Linux 6.18, Python 3.11, torch 2.13 CPU, 3 rounds, other programs
-running, load 2.2):
+Last result (2 cores of an AMD EPYC, Linux 6.18, Python 3.11, torch 2.13 CPU, idle but for this):
 
                                   stop     worst   written
-    torch.save                  1.433s    2.138s    1.433s
-    synchronous                 3.525s    4.443s    3.525s
-    asynchronous, the first     0.464s    0.464s    3.635s
-    asynchronous                0.150s    0.160s    3.436s
-    an asynchronous one stops training for 4.3% of the time of a synchronous one
+    torch.save                  0.979s    2.670s    0.979s
+    synchronous                 3.080s    6.426s    3.080s
+    asynchronous, the first     0.630s    0.630s    4.251s
+    asynchronous                0.116s    0.174s    1.728s
+    an asynchronous one stops training for 3.8% of the time of a synchronous one
 """
 
 import argparse
