@@ -1,5 +1,6 @@
 import contextlib
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 import pytest
 
 from paceline.processes import Launcher, is_left_over, is_own, launcher_of, read_stat, spell_command, started_at
+from support.commands import wait_until
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 
@@ -17,6 +19,8 @@ def marked(mark, *command, **options):
     """A process with ``mark`` in its environment; one that sleeps, unless ``command`` says otherwise."""
     process = subprocess.Popen(command or ["sleep", "60"], env={**os.environ, "PACELINE_LAUNCHER": mark}, **options)
     try:
+        # Popen returns once exec has closed its pipe, which is shortly before the kernel shows the new environment.
+        wait_until(pathlib.Path(f"/proc/{process.pid}/environ").read_bytes)
         yield process.pid
     finally:
         process.kill()
