@@ -209,8 +209,6 @@ def waits_in_threads(world):
         except Exception as error:
             results[tag] = repr(error)
 
-    # In a forked process, torch makes its pool of threads anew when it is first used, and not safely so from several.
-    torch.zeros(100_000).add_(1)
     threads = [threading.Thread(target=exchange, args=(tag,)) for tag in range(4)]
     for thread in threads:
         thread.start()

@@ -21,6 +21,7 @@ from torch.nn import functional
 import paceline
 from paceline.errors import DataError, ReplicaError
 from paceline.parallel import DataParallel, data_parallel, gather, parallel_apply, patch_torch, replicate, scatter
+from support.ranks import run_ranks
 
 TWO = ["cpu", "cpu"]
 Pair = collections.namedtuple("Pair", ["left", "right"])
@@ -718,6 +719,19 @@ def test_replicas_divide_the_callers_threads():
         assert (seen, later, torch.get_num_threads()) == ([2, 2], [5], 5)
     finally:
         torch.set_num_threads(before)
+
+
+def who_asks_for_torchs_pool(rank, world_size, directory):
+    asked, set_num_threads = [], torch.set_num_threads
+    torch.set_num_threads = lambda count: (asked.append(threading.current_thread().name), set_num_threads(count))
+    for _ in range(2):
+        DataParallel(Affine(), TWO)(rows(2))
+    return asked
+
+
+def test_in_a_forked_process_torchs_pool_is_made_anew_before_there_are_threads():
+    # torch would do so in the first replicas, without a lock
+    assert run_ranks(1, who_asks_for_torchs_pool, join=False) == [["MainThread"]]
 
 
 # -- the wrapper ----------------------------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import torch
+
 import paceline
 
 _FORK = multiprocessing.get_context("fork")
@@ -98,6 +100,7 @@ def _run(
     args: tuple[Any, ...],
 ) -> None:
     os.setpgid(0, 0)
+    torch.set_num_threads(1)  # makes torch's pool of threads anew: several threads that come first would do so at once
     if backend == "gloo":  # and nothing else
         os.environ["PACELINE_SHARED_MEMORY"] = "0"
     try:

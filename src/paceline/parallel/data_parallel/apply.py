@@ -8,6 +8,8 @@ The invariant: when ``run`` returns or raises, all its threads have ended.
 
 import contextlib
 import contextvars
+import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ from paceline.parallel.data_parallel.meter import metered
 from paceline.parallel.data_parallel.place import working_for
 
 _T = TypeVar("_T")
+_IMPORTED_IN = os.getpid()
 _BIRTH_S = 1.0  # at most, until a thread that has been started is seen to run
 
 
@@ -93,6 +96,8 @@ def run(
     if len(jobs) == 1:
         work(0)
     else:
+        if os.getpid() != _IMPORTED_IN:
+            _renew_pool(os.getpid())
         _join_all(_start(work_in_thread, devices, stop), stop)
     if failures:
         try:
@@ -100,6 +105,16 @@ def run(
         finally:
             failures.clear()  # which their tracebacks hold, and with it all that the replicas held
     return [results[index] for index in range(len(jobs))]
+
+
+@functools.cache
+def _renew_pool(pid: int) -> None:  # noqa: ARG001
+    """Have a forked process make torch's pool of threads anew, which has not come along.
+
+    torch would do so where it first asks for the pool, and not safely so from several threads at once: "Invalid thread
+    pool!", or a segmentation fault.
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _start(
