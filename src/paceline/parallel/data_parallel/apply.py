@@ -8,7 +8,6 @@ The invariant: when ``run`` returns or raises, all its threads have ended.
 
 import contextlib
 import contextvars
-import functools
 import os
 import threading
 import time
@@ -27,7 +26,7 @@ from paceline.parallel.data_parallel.meter import metered
 from paceline.parallel.data_parallel.place import working_for
 
 _T = TypeVar("_T")
-_IMPORTED_IN = os.getpid()
+_has_pool = os.getpid()  # the process in which torch's pool of threads may be used from several threads
 _BIRTH_S = 1.0  # at most, until a thread that has been started is seen to run
 
 
@@ -96,8 +95,7 @@ def run(
     if len(jobs) == 1:
         work(0)
     else:
-        if os.getpid() != _IMPORTED_IN:
-            _renew_pool(os.getpid())
+        _renew_pool_after_fork()
         _join_all(_start(work_in_thread, devices, stop), stop)
     if failures:
         try:
@@ -107,14 +105,16 @@ def run(
     return [results[index] for index in range(len(jobs))]
 
 
-@functools.cache
-def _renew_pool(pid: int) -> None:  # noqa: ARG001
+def _renew_pool_after_fork() -> None:
     """Have a forked process make torch's pool of threads anew, which has not come along.
 
     torch would do so where it first asks for the pool, and not safely so from several threads at once: "Invalid thread
     pool!", or a segmentation fault.
     """
-    torch.set_num_threads(torch.get_num_threads())
+    global _has_pool
+    if _has_pool != os.getpid():
+        torch.set_num_threads(torch.get_num_threads())
+        _has_pool = os.getpid()
 
 
 def _start(
